@@ -1,0 +1,102 @@
+"""The algorithm seam: `credit` gives each trainable token its advantage, `loss` is minimised.
+
+An algorithm is a frozen config class that is also the code: one file, one row in the table of
+`paceline.algorithms`, one test. It is pure: no devices, no parallelism, no I/O.
+
+The loss of an optimizer step is `sum_t weight_t * loss_t` over all trainable tokens. The weights
+hold the reduction together with its denominator, known for the whole optimizer step before the
+first micro-batch, so micro-batching, packing, padding and data parallelism can not change it.
+
+Legend of shape suffixes: N trainable tokens of a micro-batch, in row order; R rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from paceline.observe.metrics import Metrics
+from paceline.types import Group, Sample
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(slots=True)
+class LossInputs:
+    """The trainable tokens of one micro-batch. All float columns have shape [N]."""
+
+    logprobs_N: Tensor
+    """Under the current weights and the sampling temperature; carries gradient."""
+    old_logprobs_N: Tensor
+    """Under the weights before the first update of this rollout."""
+    behaviour_logprobs_N: Tensor
+    """As the engine reported when it sampled."""
+    advantages_N: Tensor
+    weights_N: Tensor
+    rows_N: Tensor
+    """int64: which row a token belongs to, 0..num_rows-1."""
+    num_rows: int
+    reference_logprobs_N: Tensor | None = None
+    entropy_N: Tensor | None = None
+    """Carries gradient only if the algorithm `needs_entropy_gradient`."""
+    values_N: Tensor | None = None
+    """A critic's prediction; carries gradient. Only in a critic's loss."""
+    old_values_N: Tensor | None = None
+    returns_N: Tensor | None = None
+
+
+@dataclass(slots=True)
+class LossOutput:
+    """A scalar to call `backward` on, and partial means to add up over micro-batches."""
+
+    loss: Tensor
+    """Shape []: this micro-batch's share of the loss of the whole optimizer step."""
+    means: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """name -> (sum, weight), both detached, shape []. Names without an area: `clip_fraction`."""
+
+
+@dataclass(slots=True)
+class Credit:
+    """Advantages for the samples of a rollout, in the order of `groups` and their samples."""
+
+    advantages: list[list[float]]
+    """Per sample, one number per token (0.0 outside the mask)."""
+    returns: list[list[float]] | None = None
+    """What a critic should learn to predict; None without a critic."""
+    metrics: Metrics = field(default_factory=Metrics)
+
+
+class Algorithm(Protocol):
+    """What a driver asks of an algorithm."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """True if the frozen reference must score the batch."""
+
+    @property
+    def needs_critic(self) -> bool:
+        """True if `credit` wants values."""
+
+    @property
+    def needs_entropy_gradient(self) -> bool:
+        """True if the entropy is a term of the loss."""
+
+    @property
+    def learns_from_rollouts(self) -> bool:
+        """False if samples come straight from the data set (supervised training)."""
+
+    def credit(
+        self, groups: Sequence[Group], values: Sequence[Sequence[float]] | None = None
+    ) -> Credit:
+        """Advantages for every sample of the groups.
+
+        `values`: a critic's prediction per sample and token, in the same order.
+        """
+
+    def token_weights(self, samples: Sequence[Sample]) -> list[list[float]]:
+        """Share of each token in the loss of one optimizer step made of these samples."""
+
+    def loss(self, inputs: LossInputs) -> LossOutput:
+        """This micro-batch's share of the loss."""

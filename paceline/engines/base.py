@@ -1,0 +1,118 @@
+"""The engine seam: token ids in; token ids, log-probs and versions out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, Protocol
+
+from pydantic import Field
+
+from paceline.types import Config
+from paceline.weights.base import PauseMode, WeightPlan
+
+Part = Literal["weights", "kv_cache", "graphs"]
+Finish = Literal["stop", "length", "abort"]
+
+
+class Sampling(Config):
+    """How answers are drawn. Log-probs are those of the distribution made by these settings."""
+
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """Divides the logits; 0 takes the most likely token."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Keep the smallest set of tokens with this probability mass; 1 keeps all."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Keep this many most likely tokens; 0 keeps all."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Drop tokens below this share of the most likely one's probability."""
+    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
+    """Divides positive and multiplies negative logits of tokens seen before; 1 is off."""
+    max_tokens: Annotated[int, Field(ge=1)] = 256
+    """Most tokens of one answer; the model's context may end it sooner."""
+    stop: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Texts that end an answer. The tokens that make them stay in the sample."""
+    stop_token_ids: Annotated[tuple[int, ...], Field(strict=False)] = ()
+    """Token ids that end an answer, besides the model's own end-of-sequence ids."""
+    ignore_eos: bool = False
+    """Go on to `max_tokens` whatever is sampled (for measurements)."""
+
+    @property
+    def is_pure_temperature(self) -> bool:
+        """True if a trainer that divides logits by the temperature sees the same distribution."""
+        return (
+            self.temperature > 0
+            and self.top_p == 1.0
+            and self.top_k == 0
+            and self.min_p == 0.0
+            and self.repetition_penalty == 1.0
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One answer to be sampled."""
+
+    tokens: Sequence[int]
+    sampling: Sampling
+    seed: int
+    """Randomness of this answer; equal seeds and weights give equal answers."""
+    group: str = ""
+    """Requests of one group share a prompt: a hint for prefix reuse and routing."""
+
+
+@dataclass(slots=True)
+class Completion:
+    """What the engine made. The three columns have one entry per new token."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish: Finish
+    """stop: an end token or stop text; length: max_tokens or the context; abort: ended early."""
+    stop: str | int | None = None
+    """The stop text or end token that matched."""
+    cause: str | None = None
+    """Why it was aborted."""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class EmbeddedEngineConfig(Config):
+    """`[engine]`: in this process, on the CPU or one GPU; no server."""
+
+    kind: Literal["embedded"] = "embedded"
+    """Which engine: `embedded` runs any transformers causal LM in this process."""
+    max_batch: Annotated[int, Field(ge=1)] = 64
+    """Answers decoded at the same time (slots of the KV cache)."""
+    max_context: Annotated[int, Field(ge=2)] | None = None
+    """Most tokens of prompt plus answer; default: what the run can need, at most the model's."""
+    max_prefill_tokens: Annotated[int, Field(ge=1)] = 8192
+    """Most prompt tokens, padding included, computed at one time."""
+    weights: Literal["auto", "shared", "copy"] = "auto"
+    """`shared`: the trainer's own parameters, publishing is free. `copy`: parameters of its own,
+    so that sampling may overlap training. `auto`: shared where nothing overlaps."""
+
+
+class Engine(Protocol):
+    """Makes tokens with the weights of one policy."""
+
+    async def generate(self, request: Request) -> Completion:
+        """Sample one answer. Cancelling the call frees its slot."""
+
+    async def score(self, tokens: Sequence[int], temperature: float = 1.0) -> list[float]:
+        """Log-prob of each token given those before it; 0.0 for the first. Length len(tokens)."""
+
+    async def receive(self, plan: WeightPlan) -> None:
+        """Take new weights; they serve under `plan.version` from the next token on."""
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop making tokens; returns when nothing changes any more."""
+
+    async def resume(self) -> None:
+        """Go on. Idempotent."""
+
+    async def sleep(self, parts: frozenset[Part]) -> None:
+        """Free the memory of the parts. Idempotent. Generating while asleep is refused."""
+
+    async def wake(self, parts: frozenset[Part]) -> None:
+        """Take the memory of the parts again. Dropped weights must be received anew. Idempotent."""

@@ -1,0 +1,1 @@
+"""What a run tells: metrics, samples, events. Reads and writes files, nothing else."""

@@ -1,0 +1,1 @@
+"""Rollouts: episodes, rewards, and the groups made of them."""

@@ -1,0 +1,59 @@
+"""The environment seam: an ordinary async callable that talks in messages and returns rewards.
+
+It never sees tokens, weights or buffers. The simplest one asks once and scores the answer:
+
+    async def ask_once(prompt, actors):
+        reply = await actors["policy"](prompt)
+        return Outcome({"policy": 1.0 if reply.text == prompt.answer else 0.0})
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from paceline.types import Message, Prompt, Status
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One answer of a model, as an environment sees it."""
+
+    text: str
+    """Decoded without end tokens and without the stop text."""
+    finish: str
+    """stop, length or abort."""
+    num_tokens: int
+
+
+class Actor(Protocol):
+    """Lets one role speak. Its tokens become samples of the policy that plays the role."""
+
+    async def __call__(self, context: Prompt | str | Sequence[Message]) -> Reply:
+        """Answer a prompt, a plain text, or a list of messages.
+
+        A list that extends the last one by the reply and by new messages goes on with the same
+        token ids: nothing is encoded twice.
+        """
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What an episode earned."""
+
+    rewards: dict[str, float | None]
+    """Role -> reward; None if it could not be scored."""
+    parts: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Role -> named parts of the reward, for logging."""
+    status: dict[str, Status] = field(default_factory=dict)
+    """Role -> status, where the environment knows better than the runner."""
+    cause: str | None = None
+    """Why something was not scored."""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Env(Protocol):
+    """One execution is one episode."""
+
+    async def __call__(self, prompt: Prompt, actors: Mapping[str, Actor]) -> Outcome: ...

@@ -1,0 +1,93 @@
+"""The trainer seam. A trainer owns a model, its optimizer and its schedule; it sees only rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol
+
+from pydantic import Field
+
+from paceline.observe.metrics import Metrics
+from paceline.types import Batch, Config, Row, StepReport
+from paceline.weights.base import WeightPlan
+
+if TYPE_CHECKING:
+    from paceline.types import FloatArray
+
+Place = Literal["device", "host"]
+Head = Literal["policy", "reference", "values"]
+
+
+class SingleTrainerConfig(Config):
+    """`[trainer]`: one process, one device."""
+
+    kind: Literal["single"] = "single"
+    """Which trainer: `single` is one process on the CPU or one GPU."""
+    lr: Annotated[float, Field(gt=0)] = 1e-6
+    """Peak learning rate of AdamW."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after warm-up, over the optimizer steps of the whole run: stay, or fall to
+    `min_lr_ratio` times `lr` along a line or a half cosine."""
+    lr_warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Optimizer steps over which the learning rate rises from 0 to `lr`."""
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Learning rate at the end of the run, as a share of `lr`."""
+    betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.999)
+    """AdamW's decay of the first and second moment."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """AdamW's decoupled weight decay; never applied to norms and biases."""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Clip the gradient to this L2 norm; `inf` measures it without clipping."""
+    updates_per_step: Annotated[int, Field(ge=1)] = 1
+    """Optimizer steps made of one rollout in one pass: its groups are split evenly."""
+    epochs_per_step: Annotated[int, Field(ge=1)] = 1
+    """Passes over each rollout."""
+    max_tokens_per_micro_batch: Annotated[int, Field(ge=1)] = 8192
+    """Token budget of one forward and backward; a longer sample gets one of its own."""
+    autocast: Literal["off", "bfloat16"] = "off"
+    """Compute type of the forward; weights and moments keep the type of `model.dtype`."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward: less memory, about a third more time."""
+    logprob_chunk_tokens: Annotated[int, Field(ge=1)] = 4096
+    """Trainable tokens whose logits over the vocabulary exist at one time."""
+    threads: Annotated[int, Field(ge=1)] | None = None
+    """CPU threads of torch; chosen at start when absent, recorded, and kept on resume."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda` or `cuda:N`."""
+
+
+class Trainer(Protocol):
+    """Changes the weights of one model."""
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps done, over all restarts."""
+
+    async def forward(self, rows: list[Row], head: Head) -> list[FloatArray]:
+        """Per row and token: log-probs of the policy or the reference, or a critic's values.
+
+        No gradient. Shape [T] per row, 0.0 outside the mask.
+        """
+
+    async def forward_backward(self, batch: Batch) -> Metrics:
+        """Gradients of all micro-batches of one optimizer step."""
+
+    async def optim_step(self) -> StepReport:
+        """Clip, step, advance the schedule, raise the version. Skips on a non-finite gradient."""
+
+    async def send(self, plan: WeightPlan) -> WeightPlan:
+        """Hand the weights over along the plan; returns it with what receivers need."""
+
+    async def save(self, path: Path) -> None:
+        """Write everything that `load` needs into the empty folder `path`; durable on return.
+
+        The model goes to `path/model` in Hugging Face format with its tokenizer.
+        """
+
+    async def load(self, path: Path) -> None:
+        """Restore bit for bit what `save` wrote."""
+
+    async def place(self, where: Place) -> None:
+        """Move weights, gradients and moments to the device or to the host. Idempotent."""

@@ -1,0 +1,1 @@
+"""Moving weights from a trainer to engines."""
