@@ -1,10 +1,25 @@
-"""Loading models and tokenizers, and writing them where `from_pretrained` finds them."""
+"""Loading models and tokenizers, and writing them where `from_pretrained` finds them.
+
+The configuration is read without torch or transformers; the functions import them when called.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+import copy
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
+from paceline.errors import ConfigError
 from paceline.types import Config
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 
 class ModelConfig(Config):
@@ -15,7 +30,8 @@ class ModelConfig(Config):
     tokenizer: str | None = None
     """Folder or id of the tokenizer; default: that of the model."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Type of the weights in memory (trainer and embedded engine)."""
+    """Type of the weights in memory (trainer and embedded engine). Training needs `float32`, or
+    `bfloat16` with the loss of updates below 1/256 of a weight; `float16` can only be served."""
     attention: Literal["sdpa", "eager"] = "sdpa"
     """Attention implementation of transformers."""
     random_init: bool = False
@@ -24,3 +40,219 @@ class ModelConfig(Config):
     """Let the model folder bring its own Python code. Only for models you trust."""
     chat_template: str | None = None
     """A Jinja file that replaces the tokenizer's chat template."""
+
+
+def load_model(
+    config: ModelConfig, *, seed: int, device: str | torch.device = "cpu"
+) -> PreTrainedModel:
+    """The causal language model of `config`, in evaluation mode, on the device.
+
+    `seed` matters with `random_init` only: it decides the weights. Raises ConfigError if the model
+    can not be found or loaded, or if its files lack weights.
+    """
+    source = _locate(config.path, key="model.path", needs="config.json")
+    try:
+        with _without_progress_bars():
+            model, missing = _create(config, source, seed)
+    except Exception as error:  # whatever the files hold; transformers raises many kinds
+        trust = config.trust_remote_code
+        raise _load_error("model", "model.path", config.path, trust, error) from error
+    if missing:
+        raise ConfigError(
+            f"model.path = {config.path!r}: {len(missing)} tensors are missing from its weight "
+            f"files ({', '.join(missing[:5])}); use a complete copy of the model, or set "
+            "model.random_init = true to draw all weights from the seed"
+        )
+    loaded: PreTrainedModel = model.to(device).eval()
+    return loaded
+
+
+def _create(config: ModelConfig, source: str, seed: int) -> tuple[Any, list[str]]:
+    """The model, and the names of tensors that its files lack."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    trust = config.trust_remote_code
+    settings = {
+        "dtype": getattr(torch, config.dtype),
+        "attn_implementation": config.attention,
+        "trust_remote_code": trust,
+    }
+    if not config.random_init:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source, output_loading_info=True, **settings
+        )
+        return model, sorted(report["missing_keys"])
+    architecture = AutoConfig.from_pretrained(source, trust_remote_code=trust)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(architecture, **settings), []
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of `config`; its pad token is the end token where it has none of its own."""
+    from transformers import AutoTokenizer
+
+    key = "model.path" if config.tokenizer is None else "model.tokenizer"
+    named = config.path if config.tokenizer is None else config.tokenizer
+    trust = config.trust_remote_code
+    source = _locate(named, key=key, needs=None)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            source, trust_remote_code=trust
+        )
+    except Exception as error:  # as above
+        raise _load_error("tokenizer", key, named, trust, error) from error
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise ConfigError(
+                f"{key} = {named!r}: the tokenizer has neither a pad token nor an end token; set "
+                "`eos_token` in its tokenizer_config.json"
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+    if config.chat_template is not None:
+        template = Path(config.chat_template).expanduser()
+        try:
+            tokenizer.chat_template = template.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"model.chat_template = {config.chat_template!r} can not be read: {error}"
+            ) from error
+    return tokenizer
+
+
+def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """All token ids that end an answer: those of the generation config, model and tokenizer."""
+    generation = getattr(model, "generation_config", None)
+    found: set[int] = set()
+    for owner in (generation, model.config, tokenizer):
+        value = getattr(owner, "eos_token_id", None)
+        ids = value if isinstance(value, list | tuple) else [value]
+        found.update(int(i) for i in ids if i is not None and int(i) >= 0)
+    return frozenset(found)
+
+
+def export_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, path: Path
+) -> None:
+    """Write model, generation config and tokenizer in Hugging Face format into the folder `path`.
+
+    Nothing here is atomic: the caller writes to a temporary folder and renames it.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    generation = getattr(model, "generation_config", None)
+    try:
+        if generation is not None:
+            model.generation_config = _valid_generation_config(generation)
+        with _without_progress_bars():
+            model.save_pretrained(path)
+    finally:
+        if generation is not None:
+            model.generation_config = generation
+    if tokenizer is not None:
+        tokenizer.save_pretrained(path)
+
+
+def model_fingerprint(model: PreTrainedModel) -> dict[str, Any]:
+    """What must be equal for weights and moments to fit: JSON, with the shape of each parameter."""
+    parameters = dict(model.named_parameters())
+    return {
+        "architecture": type(model).__name__,
+        "model_type": model.config.model_type,
+        "dtype": ", ".join(sorted({str(p.dtype)[len("torch.") :] for p in parameters.values()})),
+        "parameters": {name: list(p.shape) for name, p in parameters.items()},
+    }
+
+
+def fingerprint_differences(saved: dict[str, Any], own: dict[str, Any]) -> list[str]:
+    """What differs between two fingerprints, in words; empty if weights fit."""
+    found = [
+        f"{key} is {saved.get(key)!r} in the checkpoint and {own[key]!r} in the run"
+        for key in ("architecture", "model_type", "dtype")
+        if saved.get(key) != own[key]
+    ]
+    before: dict[str, list[int]] = saved.get("parameters", {})
+    now: dict[str, list[int]] = own["parameters"]
+    found += [f"parameter {name} is only in the checkpoint" for name in before.keys() - now.keys()]
+    found += [f"parameter {name} is only in the run" for name in now.keys() - before.keys()]
+    found += [
+        f"parameter {name} has shape {before[name]} in the checkpoint and {now[name]} in the run"
+        for name in now
+        if name in before and before[name] != now[name]
+    ]
+    return found
+
+
+def restore_model(like: PreTrainedModel, path: Path) -> PreTrainedModel:
+    """The model that `export_model` wrote, of the class and type of `like`, on the CPU.
+
+    Raises ValueError if tensors are missing, and what transformers raises for other damage.
+    """
+    with _without_progress_bars():
+        model, report = type(like).from_pretrained(path, dtype=like.dtype, output_loading_info=True)
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(f"{len(missing)} tensors are missing: {', '.join(missing[:5])}")
+    restored: PreTrainedModel = model
+    return restored
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """Those of transformers would break the live display of a run."""
+    from transformers.utils import logging as transformers_logging
+
+    were_on = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if were_on:
+            transformers_logging.enable_progress_bar()
+
+
+def _locate(named: str, *, key: str, needs: str | None) -> str:
+    """The folder if it is one, else the name as a model id; ConfigError for a folder not there."""
+    folder = Path(named).expanduser()
+    if folder.is_dir():
+        if needs is not None and not (folder / needs).is_file():
+            raise ConfigError(
+                f"{key} = {named!r}: the folder {folder.resolve()} has no {needs}; it must be a "
+                "model in Hugging Face format (config.json, safetensors, tokenizer)"
+            )
+        return str(folder)
+    if named.startswith(("/", ".", "~")) or named.count("/") > 1 or folder.exists():
+        raise ConfigError(
+            f"{key} = {named!r}: no such folder ({folder.resolve()}); give a model folder in "
+            "Hugging Face format, or a model id such as `HuggingFaceTB/SmolLM2-135M-Instruct`"
+        )
+    return named
+
+
+def _load_error(what: str, key: str, named: str, trust: bool, error: Exception) -> ConfigError:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if Path(named).expanduser().is_dir():
+        advice = "the folder's files are damaged or of an unknown kind"
+    else:
+        advice = (
+            f"there is no folder {named!r} here, so it was taken for a model id: check its "
+            "spelling, the network and your access, or download it and give the folder"
+        )
+    if "trust_remote_code" in str(error) and not trust:
+        advice = "set model.trust_remote_code = true if you trust the code that comes with it"
+    return ConfigError(f"{key} = {named!r}: the {what} can not be loaded: {reason} ({advice})")
+
+
+def _valid_generation_config(config: Any) -> Any:
+    """A copy that transformers agrees to save; published ones often contradict themselves."""
+    for changes in ({}, {"do_sample": True}):
+        candidate = copy.deepcopy(config)
+        for name, value in changes.items():
+            setattr(candidate, name, value)
+        try:
+            candidate.validate(strict=True)
+        except ValueError as error:
+            logger.warning("generation config: %s", str(error).splitlines()[0])
+        else:
+            return candidate
+    kept = {k: getattr(config, k) for k in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return type(config)(**kept)

@@ -115,7 +115,9 @@ class Sample:
     finish: str = ""
     """Why generation ended: stop, length, abort."""
     cause: str | None = None
-    """What made a sample failed, unscored or aborted."""
+    """What made a sample failed, unscored or aborted, in words to count by: `reward/timeout`."""
+    detail: str = ""
+    """More about the cause, for people to read: a message, the line of the user's code."""
 
     def validate(self) -> None:
         """Raise ValueError if the columns do not fit each other."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from paceline.observe.metrics import Metrics
-from paceline.types import Group, Sample
+from paceline.types import Group
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,11 +58,22 @@ class LossOutput:
 
 
 @dataclass(slots=True)
+class Scores:
+    """What models say of a rollout before it is learned from, for algorithms whose credit is
+    made of it. Each column: per sample of the policy, in group order, one number per token."""
+
+    old_logprobs: Sequence[Sequence[float]] | None = None
+    reference_logprobs: Sequence[Sequence[float]] | None = None
+    values: Sequence[Sequence[float]] | None = None
+    """A critic's prediction."""
+
+
+@dataclass(slots=True)
 class Credit:
-    """Advantages for the samples of a rollout, in the order of `groups` and their samples."""
+    """Advantages for the samples of one policy, in group order, untrainable ones included."""
 
     advantages: list[list[float]]
-    """Per sample, one number per token (0.0 outside the mask)."""
+    """Per sample, one number per token (0.0 outside the mask and for untrainable samples)."""
     returns: list[list[float]] | None = None
     """What a critic should learn to predict; None without a critic."""
     metrics: Metrics = field(default_factory=Metrics)
@@ -87,16 +98,21 @@ class Algorithm(Protocol):
     def learns_from_rollouts(self) -> bool:
         """False if samples come straight from the data set (supervised training)."""
 
-    def credit(
-        self, groups: Sequence[Group], values: Sequence[Sequence[float]] | None = None
-    ) -> Credit:
-        """Advantages for every sample of the groups.
+    @property
+    def min_group_size(self) -> int:
+        """Fewest episodes per prompt that `credit` can tell apart: 2 for a group baseline."""
 
-        `values`: a critic's prediction per sample and token, in the same order.
+    def credit(self, groups: Sequence[Group], policy: str, scores: Scores | None = None) -> Credit:
+        """Advantages for every sample that the groups hold of this policy.
+
+        Called once for a whole rollout, so that a mean or a whitening over it sees all of it.
         """
 
-    def token_weights(self, samples: Sequence[Sample]) -> list[list[float]]:
-        """Share of each token in the loss of one optimizer step made of these samples."""
+    def token_weights(self, groups: Sequence[Group], policy: str) -> list[list[float]]:
+        """Share of each token in the loss of one optimizer step made of these groups.
+
+        Same order and shape as `Credit.advantages`.
+        """
 
     def loss(self, inputs: LossInputs) -> LossOutput:
         """This micro-batch's share of the loss."""

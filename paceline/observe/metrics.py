@@ -6,9 +6,9 @@ same number as one pass over everything. Console, file and trackers all read `Me
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, cast
 
 Kind = Literal["mean", "sum", "max", "min"]
 
@@ -81,6 +81,18 @@ class Metrics:
         """Final numbers, in the order of the names; a mean over nothing is left out."""
         found = ((name, self._metrics[name].value) for name in sorted(self._metrics))
         return {name: value for name, value in found if value is not None}
+
+    def state(self) -> dict[str, list[Any]]:
+        """The partial results as JSON: name -> [kind, total, weight]; exact both ways."""
+        return {n: [m.kind, m.total, m.weight] for n, m in sorted(self._metrics.items())}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Sequence[Any]]) -> Metrics:
+        """What `state` gave out."""
+        metrics = cls()
+        for name, (kind, total, weight) in state.items():
+            metrics.add(name, Metric(cast(Kind, kind), float(total), float(weight)))
+        return metrics
 
     def __contains__(self, name: str) -> bool:
         return name in self._metrics

@@ -23,21 +23,21 @@ class SingleTrainerConfig(Config):
 
     kind: Literal["single"] = "single"
     """Which trainer: `single` is one process on the CPU or one GPU."""
-    lr: Annotated[float, Field(gt=0)] = 1e-6
-    """Peak learning rate of AdamW."""
+    lr: Annotated[float, Field(ge=0)] = 1e-6
+    """Peak learning rate of AdamW; 0 measures without learning."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after warm-up, over the optimizer steps of the whole run: stay, or fall to
     `min_lr_ratio` times `lr` along a line or a half cosine."""
     lr_warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Optimizer steps over which the learning rate rises from 0 to `lr`."""
+    """Optimizer steps over which the learning rate rises: the k-th of n uses k/n of `lr`."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Learning rate at the end of the run, as a share of `lr`."""
+    """Learning rate that a falling schedule reaches at the end of the run, as a share of `lr`."""
     betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.999)
     """AdamW's decay of the first and second moment."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """AdamW's epsilon."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """AdamW's decoupled weight decay; never applied to norms and biases."""
+    """AdamW's decoupled weight decay; never applied to norms and biases (one dimension)."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Clip the gradient to this L2 norm; `inf` measures it without clipping."""
     updates_per_step: Annotated[int, Field(ge=1)] = 1
@@ -45,9 +45,15 @@ class SingleTrainerConfig(Config):
     epochs_per_step: Annotated[int, Field(ge=1)] = 1
     """Passes over each rollout."""
     max_tokens_per_micro_batch: Annotated[int, Field(ge=1)] = 8192
-    """Token budget of one forward and backward; a longer sample gets one of its own."""
+    """Token budget of one forward and backward, padding included; a longer sample gets one of its
+    own. Changes memory and speed, not results."""
+    layout: Literal["auto", "padded", "packed"] = "auto"
+    """How rows of a micro-batch lie: `padded` sorts them by length and fills up on the right;
+    `packed` concatenates them. `auto`: packed with flash attention, else padded, which is faster
+    there. Changes speed, not results."""
     autocast: Literal["off", "bfloat16"] = "off"
-    """Compute type of the forward; weights and moments keep the type of `model.dtype`."""
+    """Compute type of the forward; weights and moments keep the type of `model.dtype`, and
+    log-probs are computed in float32."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward: less memory, about a third more time."""
     logprob_chunk_tokens: Annotated[int, Field(ge=1)] = 4096

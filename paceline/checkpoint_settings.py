@@ -1,0 +1,61 @@
+"""`[checkpoint]`: when a run is saved and which checkpoints stay."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from difflib import get_close_matches
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from paceline.observe.catalogue import describe, nearest
+from paceline.types import Config
+
+
+class CheckpointConfig(Config):
+    """`[checkpoint]`: when a run is saved and which checkpoints stay."""
+
+    every: Annotated[int, Field(ge=1)] | Literal["never"] = 10
+    """Save after each so many steps, at each epoch's end and after the last step. `never`: not
+    even after the last; `save_request_file` still works. What is lost when a run is killed is the
+    work since the last save."""
+    keep_last: Annotated[int, Field(ge=1)] = 2
+    """How many of the newest checkpoints stay on disk. Two, so that a damaged one has a
+    predecessor."""
+    best_metric: str | None = None
+    """Also keep the best checkpoint by this metric, such as `eval/heldout/reward`; `best.json`
+    names it. A checkpoint competes if the metric was measured at its very step, so let
+    `evals.every` be a multiple of `every`, or the reverse. Absent: none is kept for its score."""
+    best_mode: Literal["max", "min"] = "max"
+    """Whether more of `best_metric` is better, or less. Of equals the earliest is the best."""
+    keep_best: Annotated[int, Field(ge=1)] = 1
+    """How many of the best stay on disk, if `best_metric` is set."""
+    save_request_file: Annotated[str, Field(min_length=1)] | None = "save"
+    """Touching this file asks for a save at the end of the running step; relative to the run's
+    folder. The checkpoint is durable when neither it nor `<file>.claimed` is there any more."""
+    verify: Literal["hash", "size"] = "hash"
+    """What is compared before a checkpoint is trusted. `hash` reads all of it, about 1 GB/s a
+    core; `size` only looks at the sizes of its files."""
+
+    @field_validator("best_metric")
+    @classmethod
+    def _is_known(cls, name: str | None) -> str | None:
+        if name is not None and describe(name) is None:
+            close = nearest(name)
+            hint = f"; nearest: {', '.join(close)}" if close else ""
+            raise ValueError(f"no metric is called {name!r}{hint}; docs/metrics.md lists them all")
+        return name
+
+    def best_metric_problem(self, eval_sets: Collection[str]) -> str | None:
+        """What is wrong if `best_metric` reads an eval set that is not among these names."""
+        area, _, rest = (self.best_metric or "").partition("/")
+        eval_set = rest.partition("/")[0]
+        if area != "eval" or eval_set in eval_sets:
+            return None
+        if not eval_sets:
+            return f"checkpoint.best_metric is {self.best_metric!r}, but the run has no eval sets"
+        close = get_close_matches(eval_set, eval_sets, n=1, cutoff=0.0)
+        return (
+            f"checkpoint.best_metric is {self.best_metric!r}, but no eval set is called "
+            f"{eval_set!r}; nearest: {close[0]!r}"
+        )

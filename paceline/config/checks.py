@@ -1,0 +1,248 @@
+"""Checks across blocks. Each is a small function; all that can run do run, and report together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from paceline.config.blocks import RunFile
+from paceline.config.problems import KeyPath, Problem
+
+Purpose = Literal["train", "eval", "reward", "generate"]
+"""`reward` only scores given answers, `generate` only samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What the run file is loaded for, and what Python code hands over besides it."""
+
+    purpose: Purpose = "train"
+    given: frozenset[str] = frozenset()
+    """Among `prompts`, `reward`, `eval_prompts`."""
+
+
+Find = Callable[[RunFile, Situation], Iterator[Problem]]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A check, and the keys that it reads: it runs when all of them are right."""
+
+    keys: tuple[KeyPath, ...]
+    find: Find
+
+    def is_able(self, wrong: Iterable[KeyPath]) -> bool:
+        return not any(_meet(key, path) for key in self.keys for path in wrong)
+
+
+GIVEN_EVAL_SET = "eval"
+"""Name of the eval set made of the prompts that Python code hands over."""
+
+
+def reads(*keys: str) -> Callable[[Find], Check]:
+    """Make a check of a function that reads these keys or blocks and no others."""
+    return lambda find: Check(tuple(tuple(key.split(".")) for key in keys), find)
+
+
+def run_checks(
+    checks: Iterable[Check],
+    run_file: RunFile,
+    wrong: Collection[KeyPath],
+    situation: Situation,
+) -> list[Problem]:
+    """What those checks find that read none of the wrong keys."""
+    able = [item for item in checks if item.is_able(wrong)]
+    return [problem for item in able for problem in item.find(run_file, situation)]
+
+
+def _meet(one: KeyPath, other: KeyPath) -> bool:
+    """True if one of the two is the other or holds it."""
+    length = min(len(one), len(other))
+    return one[:length] == other[:length]
+
+
+@reads("run.num_steps", "run.num_epochs")
+def steps_or_epochs(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
+    run = run_file.run
+    if run.num_steps is not None and run.num_epochs is not None:
+        yield Problem(("run", "num_epochs"), "run.num_steps is set too: keep one of them")
+    if situation.purpose == "train" and run.num_steps is None and run.num_epochs is None:
+        text = "missing; write how many steps to train (or run.num_epochs; 0 only runs the evals)"
+        yield Problem(("run", "num_steps"), text)
+
+
+@reads("run.num_steps", "evals.sets", "evals.every")
+def evals_to_run(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
+    if run_file.evals.sets or "eval_prompts" in situation.given:
+        return
+    if situation.purpose == "eval":
+        yield Problem(("evals", "sets"), "missing; there is nothing to measure: add [[evals.sets]]")
+    elif situation.purpose == "train" and run_file.run.num_steps == 0:
+        yield Problem(
+            ("run", "num_steps"),
+            "0 only runs the evals, and there are none: add [[evals.sets]], or train some steps",
+        )
+    elif situation.purpose == "train" and run_file.evals.every is not None:
+        text = f"{run_file.evals.every} has nothing to measure: add an [[evals.sets]] block"
+        yield Problem(("evals", "every"), text)
+
+
+@reads("data")
+def prompts_to_train_on(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
+    sources = run_file.data.all_sources if run_file.data else ()
+    if "prompts" in situation.given and sources:
+        yield Problem(("data",), "prompts are given in Python too: keep one of them")
+    elif situation.purpose == "train" and not sources and "prompts" not in situation.given:
+        path: KeyPath = ("data",) if run_file.data is None else ("data", "path")
+        yield Problem(path, 'missing; name the prompts, such as [data] path = "prompts.jsonl"')
+
+
+@reads("reward", "rollout.env", "algorithm", "evals.sets")
+def reward_to_score_with(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
+    is_given = run_file.reward.scorers or "reward" in situation.given
+    if is_given or situation.purpose == "generate":
+        return
+    advice = (
+        'name a reward, such as [reward] kind = "exact" or function = "rewards.py:score"; '
+        "see `paceline explain reward`"
+    )
+    has_own_env = run_file.rollout.env != "single_turn"
+    if situation.purpose == "reward":
+        yield Problem(("reward",), f"missing; {advice}")
+    elif has_own_env:
+        return
+    elif situation.purpose == "train" and run_file.algorithm.learns_from_rollouts:
+        yield Problem(("reward",), f"missing: the algorithm learns from rewards; {advice}")
+    else:
+        for index, eval_set in enumerate(run_file.evals.sets):
+            if eval_set.reward is None or not eval_set.reward.scorers:
+                yield Problem(("evals", "sets", index, "reward"), f"missing; {advice}")
+
+
+@reads("algorithm", "rollout.samples_per_prompt")
+def group_has_siblings(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
+    size, least = run_file.rollout.samples_per_prompt, run_file.algorithm.min_group_size
+    if situation.purpose == "train" and size < least:
+        kind = getattr(run_file.algorithm, "kind", "this algorithm")
+        yield Problem(
+            ("rollout", "samples_per_prompt"),
+            f"found {size}, but {kind} compares the answers to one prompt with each other: "
+            f"write {least} or more (usual: 8)",
+        )
+
+
+@reads("rollout.prompts_per_step", "trainer.updates_per_step")
+def groups_for_every_update(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
+    prompts, updates = run_file.rollout.prompts_per_step, run_file.trainer.updates_per_step
+    if updates > prompts:
+        yield Problem(
+            ("trainer", "updates_per_step"),
+            f"found {updates}, but a step has {prompts} prompts (rollout.prompts_per_step), and "
+            f"their groups are not split: write {prompts} or less, or take more prompts",
+        )
+
+
+@reads("algorithm", "data")
+def completions_to_learn(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
+    if run_file.algorithm.learns_from_rollouts or run_file.data is None:
+        return
+    for index, source in enumerate(run_file.data.all_sources):
+        if source.kind == "reasoning_gym":
+            yield Problem(
+                ("data", "sources", index, "kind"),
+                "reasoning_gym makes prompts and answers, but supervised training learns "
+                "completions: write them to a file with the columns prompt and completion",
+            )
+
+
+@reads("model.dtype", "run.num_steps")
+def dtype_that_trains(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
+    is_training = situation.purpose == "train" and run_file.run.num_steps != 0
+    if is_training and run_file.model.dtype == "float16":
+        yield Problem(
+            ("model", "dtype"),
+            'float16 can not be trained (its gradients underflow): write "float32", with '
+            'trainer.autocast = "bfloat16" to compute faster',
+        )
+
+
+@reads("engine.max_context", "rollout.sampling", "data.max_prompt_tokens", "evals.sets")
+def answers_fit_the_context(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
+    context = run_file.engine.max_context
+    if context is None:
+        return
+    prompt = (run_file.data.max_prompt_tokens if run_file.data else None) or 0
+    answers: list[tuple[KeyPath, int]] = [
+        (("rollout", "sampling", "max_tokens"), run_file.rollout.sampling.max_tokens)
+    ]
+    for index, eval_set in enumerate(run_file.evals.sets):
+        if eval_set.sampling is not None:
+            key = ("evals", "sets", index, "sampling", "max_tokens")
+            answers.append((key, eval_set.sampling.max_tokens))
+    for path, tokens in answers:
+        if tokens + max(prompt, 1) > context:
+            prompts = f"prompts of up to {prompt} tokens" if prompt else "a prompt"
+            yield Problem(
+                path,
+                f"answers of {tokens} tokens after {prompts} do not fit into "
+                f"engine.max_context = {context}: lower this, or raise that",
+            )
+
+
+@reads("engine.weights", "memory")
+def shared_weights_stay(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
+    memory = run_file.memory
+    moves_weights = memory.order != "none" and "weights" in memory.engine_parts
+    if run_file.engine.weights == "shared" and moves_weights:
+        yield Problem(
+            ("memory", "engine_parts"),
+            'engine.weights = "shared": the engine has no weights of its own to put away; '
+            'leave "weights" out, or write engine.weights = "copy"',
+        )
+
+
+@reads("checkpoint.best_metric", "checkpoint.every", "evals.sets", "evals.every")
+def best_metric_is_measured(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
+    metric = run_file.checkpoint.best_metric
+    if metric is None or situation.purpose != "train":
+        return
+    path: KeyPath = ("checkpoint", "best_metric")
+    names = {eval_set.name for eval_set in run_file.evals.sets}
+    if "eval_prompts" in situation.given:
+        names.add(GIVEN_EVAL_SET)
+    if problem := run_file.checkpoint.best_metric_problem(names):
+        yield Problem(path, problem)
+    elif metric.startswith("eval/") and run_file.evals.every is None:
+        yield Problem(path, f"{metric} is never measured: set evals.every")
+    elif run_file.checkpoint.every == "never":
+        yield Problem(path, 'checkpoint.every = "never" leaves no checkpoint to choose from')
+
+
+@reads("checkpoint.best_metric", "evals.sets")
+def best_pass_at_is_measured(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
+    metric = run_file.checkpoint.best_metric or ""
+    for eval_set in run_file.evals.sets:
+        k = metric.removeprefix(f"eval/{eval_set.name}/pass_at_")
+        if k != metric and k.isdecimal() and int(k) not in eval_set.pass_at:
+            yield Problem(
+                ("checkpoint", "best_metric"),
+                f"eval set {eval_set.name!r} does not measure pass_at_{k}: its pass_at is "
+                f"{list(eval_set.pass_at)}",
+            )
+
+
+CHECKS: tuple[Check, ...] = (
+    steps_or_epochs,
+    evals_to_run,
+    prompts_to_train_on,
+    reward_to_score_with,
+    group_has_siblings,
+    groups_for_every_update,
+    completions_to_learn,
+    dtype_that_trains,
+    answers_fit_the_context,
+    shared_weights_stay,
+    best_metric_is_measured,
+    best_pass_at_is_measured,
+)

@@ -1,0 +1,141 @@
+"""Loading, checking and writing run files."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from pydantic import ValidationError
+
+from paceline.config.blocks import RunFile
+from paceline.config.check_paths import PATH_CHECKS
+from paceline.config.checks import CHECKS, Purpose, Situation, run_checks
+from paceline.config.fields import config_classes
+from paceline.config.problems import KeyPath, Places, Problem, raise_problems
+from paceline.config.repair import rest_of
+from paceline.config.source import Table, apply_overrides, nested, read_toml
+from paceline.config.translate import not_numbers, translate
+
+
+def load_run_file(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    purpose: Purpose = "train",
+    given: Collection[str] = (),
+) -> RunFile:
+    """Read a run file, apply the overrides in order, and check everything.
+
+    `overrides`: `trainer.lr=1e-5`, `rollout.sampling.stop=["\\n"]`; values are TOML, bare words
+    are texts, an empty value takes the key out. `given`: what Python code hands over besides the
+    file: `prompts`, `reward`, `eval_prompts`. Raises one ConfigError with all that is wrong.
+    """
+    path = Path(path)
+    tables, lines = read_toml(path)
+    places = Places(path, lines)
+    problems = apply_overrides(tables, overrides, places)
+    folder = Path(os.path.abspath(path.parent))
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-._") or "run"
+    return _assemble(tables, places, problems, folder, name, Situation(purpose, frozenset(given)))
+
+
+def load_settings(
+    settings: Mapping[str, Any],
+    *,
+    base: str | Path = ".",
+    name: str = "run",
+    purpose: Purpose = "train",
+    given: Collection[str] = (),
+) -> RunFile:
+    """The same from Python: keys are dotted or blocks, values are what TOML would give.
+
+    Example: load_settings({"model.path": "gpt2", "trainer": {"lr": 1e-5}, "run.num_steps": 10})
+    None leaves a key out. Relative paths start from `base`.
+    """
+    tables: Table = _plain(nested(settings))
+    folder = Path(os.path.abspath(base))
+    return _assemble(tables, Places(), [], folder, name, Situation(purpose, frozenset(given)))
+
+
+def _plain(value: Any) -> Any:
+    """Python containers as TOML would give them, apart from the caller's own."""
+    match value:
+        case Mapping():
+            return {str(key): _plain(item) for key, item in value.items() if item is not None}
+        case list() | tuple():
+            return [_plain(item) for item in value]
+        case Path():
+            return str(value)
+        case _ if hasattr(value, "model_dump"):
+            return _plain(value.model_dump())
+        case _:
+            return copy.copy(value)
+
+
+def _assemble(
+    tables: Table,
+    places: Places,
+    problems: list[Problem],
+    folder: Path,
+    name: str,
+    situation: Situation,
+) -> RunFile:
+    """Validate what is there, run every check that still can run, and raise all that is wrong."""
+    run = tables.setdefault("run", {})
+    if isinstance(run, dict):
+        run.setdefault("name", name)
+        base = run.get("base", ".")
+        if isinstance(base, str):
+            run["base"] = os.path.normpath(folder / os.path.expanduser(base))
+    _set_default_kinds(tables)
+    wrong: tuple[KeyPath, ...] = ()
+    try:
+        run_file = RunFile.model_validate(tables)
+    except ValidationError as error:
+        found = translate(error, RunFile, tables)
+        rest = rest_of(tables, found, RunFile)
+        run_file = RunFile.model_construct(**rest.blocks)
+        wrong = rest.wrong
+        problems += found + rest.problems
+    problems += run_checks((*CHECKS, *PATH_CHECKS), run_file, wrong, situation)
+    named = {problem.path for problem in problems}
+    problems += [problem for problem in not_numbers(tables) if problem.path not in named]
+    raise_problems(problems, places)
+    return run_file
+
+
+def _set_default_kinds(tables: Table) -> None:
+    """A block of several kinds without `kind` is of its default kind."""
+    for name, field in RunFile.model_fields.items():
+        block = tables.get(name)
+        kind = getattr(
+            field.get_default(call_default_factory=True, validated_data={}), "kind", None
+        )
+        if isinstance(block, dict) and kind and len(config_classes(field.annotation)) > 1:
+            block.setdefault("kind", kind)
+
+
+def render_run_file(run_file: RunFile, *, folder: Path | None = None) -> str:
+    """The resolved file as TOML, every default spelled out.
+
+    With `folder`, the base is written relative to it, so that a project may be moved as a whole.
+    """
+    tables = run_file.model_dump(mode="python", exclude_none=True)
+    if folder is not None:
+        try:
+            tables["run"]["base"] = os.path.relpath(run_file.base, os.path.abspath(folder))
+        except ValueError:  # another drive
+            tables["run"]["base"] = str(run_file.base)
+    return tomli_w.dumps(tables)
+
+
+def write_run_file(run_file: RunFile, path: str | Path) -> Path:
+    """Write the resolved file; loading it gives an equal RunFile."""
+    path = Path(path)
+    path.write_text(render_run_file(run_file, folder=path.parent), encoding="utf-8")
+    return path

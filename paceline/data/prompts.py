@@ -1,0 +1,206 @@
+"""Prompt sets: all usable prompts of one source, in order, with what was left out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from itertools import islice
+from typing import Any
+
+from paceline.data.rows import BadRow, RawRow, RowReader, split_completion
+from paceline.data.sources import DataConfig, Table, parse_slice
+from paceline.data.values import RowError
+from paceline.errors import ConfigError, DataError
+from paceline.types import Prompt
+
+Length = Callable[[Prompt], int]
+"""Number of tokens of a prompt as the model will see it, chat template included."""
+
+_LISTED = 10
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSet:
+    """The prompts of one source.
+
+    Example: PromptSet("easy", (Prompt(id="a", text="1+1="),), fingerprint="9f86d081884c7d65")
+    """
+
+    name: str
+    prompts: tuple[Prompt, ...]
+    bad_rows: tuple[BadRow, ...] = ()
+    """Rows that were left out because they can not be used."""
+    num_filtered: int = 0
+    """Good rows that were left out because they have more than `max_prompt_tokens`."""
+    fingerprint: str = ""
+    """Hash over ids, contents and order."""
+    weight: float | None = None
+    """Share of the draws; None: by number of prompts."""
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+
+def prompts_from_rows(
+    rows: Iterable[str | Mapping[str, Any] | Prompt],
+    name: str = "prompts",
+    *,
+    length: Length | None = None,
+    rules: DataConfig | None = None,
+    columns: Table | None = None,
+    supervised: bool = False,
+    weight: float | None = None,
+) -> PromptSet:
+    """A prompt set of rows in memory: texts, dictionaries or Prompts.
+
+    Raises:
+        DataError: as `gather` does.
+    """
+    raw = (RawRow(f"{name}[{i}]", row) for i, row in enumerate(rows))
+    return gather(
+        raw,
+        name=name,
+        origin=name,
+        columns=columns or Table(),
+        rules=rules or DataConfig(),
+        length=length,
+        supervised=supervised,
+        weight=weight,
+    )
+
+
+def gather(
+    raw: Iterable[RawRow],
+    *,
+    name: str,
+    origin: str,
+    columns: Table,
+    rules: DataConfig,
+    length: Length | None,
+    supervised: bool,
+    weight: float | None,
+) -> PromptSet:
+    """Read rows to the end and make a prompt set of them.
+
+    `length` is asked about each prompt if `rules.max_prompt_tokens` is set; without it nothing is
+    filtered. `supervised` wants rows with a completion (see `supervised_pair`) and lets messages
+    end with the assistant's.
+
+    Raises:
+        DataError: if there is a bad row and `rules.on_bad_row` is "fail" (the first ten are
+            listed), or if no prompt is left.
+    """
+    reader = RowReader(columns, rules, name=name, supervised=supervised)
+    prompts: list[Prompt] = []
+    bad: list[BadRow] = []
+    seen: dict[str, str] = {}
+    digest = blake2b(json.dumps([rules.template, rules.system]).encode(), digest_size=16)
+    num_rows = num_filtered = 0
+    for row in _cut(raw, columns.slice):
+        num_rows += 1
+        try:
+            prompt, content = _read(reader, row)
+            _check_new(prompt.id, row.where, seen)
+            fits = _fits(prompt, length, rules.max_prompt_tokens, supervised)
+        except RowError as error:
+            bad.append(BadRow(row.where, str(error)))
+            continue
+        if not fits:
+            num_filtered += 1
+            continue
+        digest.update(f"{len(prompt.id)}:{prompt.id}".encode() + content + b"\n")
+        prompts.append(prompt)
+    if bad and rules.on_bad_row == "fail":
+        raise DataError(_bad_rows_message(origin, bad, num_rows))
+    if not prompts:
+        raise DataError(_nothing_message(origin, columns, rules, bad, num_rows))
+    return PromptSet(name, tuple(prompts), tuple(bad), num_filtered, digest.hexdigest(), weight)
+
+
+def supervised_pair(prompt: Prompt) -> tuple[Prompt, str]:
+    """The context of a supervised row, and the completion to learn.
+
+    The completion is `metadata["completion"]` (a text, or a list of one message of the
+    assistant); of chat messages that end with the assistant's it is the content of that last
+    message, and the context is the messages before it. Earlier turns of the assistant are
+    context.
+
+    Example: a Prompt of text "1+1=" with metadata {"completion": "2"} gives (that Prompt, "2").
+
+    Raises:
+        DataError: if the prompt has no completion, or two.
+    """
+    try:
+        return split_completion(prompt)
+    except RowError as error:
+        place = f"prompt {prompt.id!r}" + (f" of {prompt.source!r}" if prompt.source else "")
+        raise DataError(f"{place}: {error}") from error
+
+
+def _cut(rows: Iterable[RawRow], text: str | None) -> Iterable[RawRow]:
+    if text is None:
+        return rows
+    part = parse_slice(text)
+    if (part.start or 0) < 0 or (part.stop or 0) < 0:
+        return list(rows)[part]
+    return islice(rows, part.start, part.stop)
+
+
+def _read(reader: RowReader, row: RawRow) -> tuple[Prompt, bytes]:
+    if row.problem is not None:
+        raise RowError(row.problem)
+    prompt, content = reader.read(row.value)
+    if not prompt.id:
+        prompt = replace(prompt, id=blake2b(content, digest_size=8).hexdigest())
+    return prompt, content
+
+
+def _check_new(prompt_id: str, where: str, seen: dict[str, str]) -> None:
+    first = seen.setdefault(prompt_id, where)
+    if first is not where:
+        raise RowError(
+            f"duplicate id {prompt_id!r}, first at {first} (a row without an id of its own repeats "
+            "another one if all its columns are equal)"
+        )
+
+
+def _fits(prompt: Prompt, length: Length | None, limit: int | None, supervised: bool) -> bool:
+    if length is None or limit is None:
+        return True
+    context = split_completion(prompt)[0] if supervised else prompt
+    try:
+        return length(context) <= limit
+    except ConfigError:
+        raise
+    # Chat templates refuse conversations by exceptions of their own.
+    except Exception as error:
+        raise RowError(f"can not be tokenized: {type(error).__name__}: {error}") from error
+
+
+def _bad_rows_message(origin: str, bad: list[BadRow], num_rows: int) -> str:
+    lines = [f"{origin}: {len(bad)} of {num_rows} rows can not be used:"]
+    lines += [f"  {row}" for row in bad[:_LISTED]]
+    if len(bad) > _LISTED:
+        lines.append(f"  ... and {len(bad) - _LISTED} more")
+    lines.append('Correct them, or leave them out with data.on_bad_row = "skip".')
+    return "\n".join(lines)
+
+
+def _nothing_message(
+    origin: str, columns: Table, rules: DataConfig, bad: list[BadRow], num_rows: int
+) -> str:
+    if not num_rows and columns.slice is not None:
+        return f"{origin}: slice {columns.slice!r} leaves no row"
+    if not num_rows:
+        return f"{origin}: holds no rows"
+    reasons = []
+    if bad:
+        reasons.append(f"{len(bad)} are bad, the first is {bad[0]}")
+    if num_rows > len(bad):
+        reasons.append(
+            f"{num_rows - len(bad)} have more tokens than data.max_prompt_tokens = "
+            f"{rules.max_prompt_tokens}"
+        )
+    return f"{origin}: none of {num_rows} rows is left: {'; '.join(reasons)}"

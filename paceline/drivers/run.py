@@ -1,0 +1,75 @@
+"""What a driver orders: the parts of a run, and when things are due."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from paceline.checkpoint import CheckpointStore
+from paceline.data.stream import PromptStream
+from paceline.drivers.memory import MemoryPlan
+from paceline.drivers.schedule import SaveRequest, due
+from paceline.evals import EvalDispatcher
+from paceline.observe.recorder import Recorder
+from paceline.policy import Policy
+from paceline.rollout.batch import RolloutBatch
+from paceline.types import JsonValue, Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Cadence:
+    """When a run saves, evaluates and ends. Steps are counted from 1."""
+
+    num_steps: int
+    save_every: int | Literal["never"]
+    eval_every: int | None
+    eval_first: bool
+    """Measure before the first step."""
+    debug_exit_after: int | None = None
+    """Leave after so many steps of this process, with nothing forced."""
+
+
+@dataclass(slots=True)
+class Run:
+    """The parts of a run of one policy. Built by `paceline.build`, closed by its disposer."""
+
+    policy: Policy
+    stream: PromptStream
+    collect: Callable[[int], Awaitable[RolloutBatch]]
+    memory: MemoryPlan
+    recorder: Recorder
+    store: CheckpointStore
+    save_request: SaveRequest
+    evals: EvalDispatcher[Any]
+    cadence: Cadence
+    seed: int
+    fingerprint: dict[str, JsonValue]
+    """What a resumed run must have in common with this one."""
+    environment: dict[str, JsonValue] = field(default_factory=dict)
+    threads: int | None = None
+    step: int = 0
+    """The last finished step, over all restarts."""
+    first_step: int = 1
+    """The first step of this process."""
+    saved_step: int | None = None
+    evaluated_step: int | None = None
+    epoch_ended: bool = False
+    """An epoch of the data ended in the current step."""
+    first_evals: dict[str, float] = field(default_factory=dict)
+    last_evals: dict[str, float] = field(default_factory=dict)
+    last_samples: list[Sample] = field(default_factory=list)
+
+    def steps(self) -> Iterator[int]:
+        """The steps that are still to do; the data may end before `num_steps`."""
+        while not self.is_last(self.step):
+            yield self.step + 1
+
+    def is_last(self, step: int) -> bool:
+        return step >= self.cadence.num_steps or self.stream.num_left == 0
+
+    def is_save_due(self, step: int) -> bool:
+        return due(step, self.cadence.save_every, self.epoch_ended, self.is_last(step))
+
+    def is_eval_due(self, step: int) -> bool:
+        return due(step, self.cadence.eval_every, self.epoch_ended, self.is_last(step))

@@ -1,0 +1,147 @@
+"""The verbs that drivers order. Each one is complete in itself and says what it waits for."""
+
+from __future__ import annotations
+
+import logging
+
+from paceline.checkpoint import PolicyProgress, RunState
+from paceline.drivers.run import Run
+from paceline.errors import DataError
+from paceline.evals import EvalResult
+from paceline.rollout.batch import RolloutBatch
+
+logger = logging.getLogger(__name__)
+
+
+async def start(run: Run) -> None:
+    """Publish before anything is sampled, then measure what training starts from.
+
+    A resumed run finishes the row of the step it was restored at, if that was not written: its
+    eval, if one was due, was lost with the process.
+    """
+    run.first_step = run.step + 1
+    await publish(run)
+    if run.step == 0:
+        if run.cadence.eval_first:
+            run.recorder.begin_step(run.policy.name, 0)
+            await _evaluate(run, 0)
+            run.recorder.end_step(run.policy.name, run.policy.version)
+    elif run.recorder.is_open(run.policy.name):
+        await evaluate_if_due(run, run.step)
+        run.recorder.end_step(run.policy.name, run.policy.version)
+
+
+async def collect(run: Run, step: int) -> RolloutBatch:
+    """Wait for the groups of a step; none if the data has come to its end."""
+    run.recorder.begin_step(run.policy.name, step)
+    epoch = run.stream.epoch
+    with run.recorder.phase("collect"):
+        batch = await run.collect(step)
+    run.epoch_ended = run.stream.epoch > epoch
+    run.recorder.log(run.policy.name, batch.metrics)
+    return batch
+
+
+async def learn(run: Run, step: int, batch: RolloutBatch) -> None:
+    """Wait for every optimizer step of this rollout; the rollout is dumped, then dropped."""
+    with run.recorder.phase("learn"):
+        credit, metrics = await run.policy.learn(batch.groups)
+    run.recorder.log(run.policy.name, metrics)
+    run.recorder.samples(
+        step, run.policy.name, batch.groups, credit.advantages, batch.dropped
+    )
+    run.last_samples = [sample for group in batch.groups for sample in group.samples()]
+    batch.groups.clear()
+
+
+async def save_if_due(run: Run, step: int) -> None:
+    """Save by schedule, or because somebody asked by touching the request file."""
+    if run.save_request.claim() or run.is_save_due(step):
+        await _save(run, step)
+
+
+async def publish(run: Run) -> None:
+    """Wait until every engine serves the trainer's weights."""
+    with run.recorder.phase("publish"):
+        await run.policy.publish()
+
+
+async def evaluate_if_due(run: Run, step: int) -> None:
+    """Measure, or start measuring, the weights that the engines serve now."""
+    if run.is_eval_due(step):
+        await _evaluate(run, step)
+
+
+def finish_step(run: Run, step: int) -> None:
+    """The step is done: write its row."""
+    run.recorder.end_step(run.policy.name, run.policy.version)
+    run.step = step
+
+
+def is_debug_exit(run: Run, step: int) -> bool:
+    limit = run.cadence.debug_exit_after
+    return limit is not None and step - run.first_step + 1 >= limit
+
+
+async def end(run: Run) -> None:
+    """Force what the last step owes; refuse to call a run without an update a success."""
+    if run.step == 0 and run.cadence.num_steps > 0:
+        raise DataError(
+            "the run ended without a single update: the prompts gave no group to train on"
+        )
+    if run.is_save_due(run.step) and run.saved_step != run.step:
+        await _save(run, run.step)
+    if run.is_eval_due(run.step) and run.evaluated_step != run.step:
+        await _evaluate(run, run.step)
+
+
+async def _save(run: Run, step: int) -> None:
+    """Models, then the data cursor, then the run state; the store's rename is the commit."""
+    name = run.policy.name
+    waits_for_eval = run.is_eval_due(step)
+    with run.recorder.phase("save"), run.store.staging(step) as staged:
+        await run.policy.trainer.save(staged.policy_folder(name))
+        staged.write_json("data.json", run.stream.state())
+        staged.write_state(
+            RunState(
+                step=step,
+                leader=name,
+                policies={name: PolicyProgress(step, run.policy.trainer.version)},
+                seed=run.seed,
+                fingerprint=run.fingerprint,
+                metrics=run.recorder.pending(),
+                threads=run.threads,
+                environment=run.environment,
+            )
+        )
+        if waits_for_eval:
+            run.store.await_score(step)
+        run.store.commit(staged)
+    run.save_request.acknowledge()
+    run.saved_step = step
+
+
+async def _evaluate(run: Run, step: int) -> None:
+    is_last = step > 0 and run.is_last(step)
+    with run.recorder.phase("eval"):
+        results = await run.evals.dispatch(step, run.policy.version, force=is_last)
+        if is_last:
+            results += await run.evals.drain()
+    run.evaluated_step = step
+    for at in sorted({result.step for result in results}):
+        _take_results(run, at, [result for result in results if result.step == at])
+
+
+def _take_results(run: Run, step: int, results: list[EvalResult]) -> None:
+    """Log one step's results; they may come in while a later step is under way."""
+    values: dict[str, float] = {}
+    for result in results:
+        metrics = result.metrics()
+        run.recorder.log(run.policy.name, metrics)
+        values |= metrics.values()
+        if result.skipped is not None:
+            logger.warning("eval %r at step %d was left out: %s", result.name, step, result.skipped)
+    run.first_evals = run.first_evals or values
+    run.last_evals = values
+    run.store.record(step, values)
+    run.store.forgo(step)

@@ -1,0 +1,344 @@
+"""The running batch: slots, prefix sharing, decode steps and the end of sequences.
+
+Everything here runs in the engine's one worker thread; the event loop hands over a `Job` and takes
+back what ended. Rows 0..N-1 are compact before each step: what arrives fills the holes first, then
+the last rows move into those that are left.
+"""
+
+from __future__ import annotations
+
+import bisect
+import copy
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.engines.embedded_cache import SlotCache, row_index
+from paceline.engines.embedded_model import CachedModel, Prefill, plan_batches
+from paceline.engines.embedded_queue import Generation
+from paceline.engines.embedded_sampler import IntArray, RowSettings, row_settings, sample, uniforms
+
+
+@dataclass(slots=True)
+class Job:
+    """What the event loop hands to the worker at a step boundary."""
+
+    admit: list[Generation] = field(default_factory=list)
+    ahead: dict[bytes, IntArray] = field(default_factory=dict)
+    """Prompts that wait, to be computed together with those admitted if there is room."""
+    released: set[bytes] = field(default_factory=set)
+    """Prompts of `admit` that nobody waits for any more."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """What the engine did since it was made."""
+
+    prompt_tokens: int = 0
+    """Of the requests admitted."""
+    prefill_tokens: int = 0
+    """Of those, computed: each prompt once; and what was computed anew after a pause."""
+    decode_steps: int = 0
+    decode_tokens: int = 0
+    """Sum over steps of the rows in them."""
+
+
+class Batch:
+    """Slots and the sequences in them."""
+
+    def __init__(
+        self,
+        model: CachedModel,
+        *,
+        max_batch: int,
+        max_positions: int | None,
+        max_prefill_tokens: int,
+        version: int,
+        tokenizer: Any,
+    ) -> None:
+        self.version = version
+        """Stamped on each token; changed by the engine between jobs."""
+        self.is_interrupted = False
+        """Set by the event loop: end the job at the next step boundary."""
+        self.is_stale = False
+        """Keys and values must be computed anew before the next step."""
+        self.counts = Counts()
+        self.cache = SlotCache(max_batch, max_positions)
+        self._model = model
+        self._max_batch = max_batch
+        self._max_prefill_tokens = max_prefill_tokens
+        self._tokenizer = tokenizer
+        self._owns_tokenizer = False
+        self._rows: list[Generation | None] = []
+        self._holes: list[int] = []
+        self._settings: RowSettings | None = None
+        self._seen: dict[Generation, Tensor] = {}
+        self._prefixes: dict[bytes, tuple[Prefill, int, int]] = {}
+        self._token = np.zeros(max_batch, np.int64)
+        self._position = np.zeros(max_batch, np.int64)
+        self._count = np.zeros(max_batch, np.int64)
+        self._stream = np.zeros(max_batch, np.uint64)
+        self._sampling = np.zeros((5, max_batch), np.float64)
+
+    @property
+    def num_active(self) -> int:
+        return len(self._rows) - len(self._holes)
+
+    @property
+    def num_free(self) -> int:
+        return self._max_batch - self.num_active
+
+    def run(self, job: Job) -> list[Generation]:
+        """Admit, then step until a sequence ends or the loop interrupts, but once at least.
+
+        Returns the sequences that ended.
+        """
+        with self._model.evaluating():
+            self._free_cancelled()
+            if self.is_stale:
+                self._recompute()
+            finished = self._admit(job)
+            self._compact()
+            while not finished and self._rows:
+                finished = self._step()
+                if self.is_interrupted:
+                    break
+        return finished
+
+    def score(self, rows: list[IntArray], temperatures: list[float]) -> list[list[float]]:
+        with self._model.evaluating():
+            return self._model.score(rows, temperatures, self._max_prefill_tokens)
+
+    def abort(self, cause: str) -> list[Generation]:
+        """End all running sequences with what they have."""
+        running = [row for row in self._rows if row is not None]
+        for sequence in running:
+            sequence.finish, sequence.cause = "abort", cause
+        self._rows, self._holes, self._settings = [], [], None
+        self._seen.clear()
+        self._prefixes.clear()
+        return running
+
+    def forget_prefixes(self) -> None:
+        """Drop prompts computed ahead; none may be used under other weights."""
+        self._prefixes.clear()
+
+    def drop_cache(self) -> None:
+        """Free all keys and values; running sequences are computed anew at the next job."""
+        self._prefixes.clear()
+        self.cache.drop()
+        self.is_stale = bool(self._rows)
+
+    def _free_cancelled(self) -> None:
+        for slot, row in enumerate(self._rows):
+            if row is not None and row.is_cancelled:
+                self._free(slot)
+
+    def _free(self, slot: int) -> None:
+        sequence = self._rows[slot]
+        assert sequence is not None
+        self._seen.pop(sequence, None)
+        self._rows[slot] = None
+        bisect.insort(self._holes, slot)
+        self._settings = None
+
+    def _compact(self) -> None:
+        while self._holes:
+            last = len(self._rows) - 1
+            if self._rows[last] is None:
+                self._holes.pop()
+            else:
+                hole = self._holes.pop(0)
+                self.cache.move(last, hole, int(self._position[last]))
+                for column in (self._token, self._position, self._count, self._stream):
+                    column[hole] = column[last]
+                self._sampling[:, hole] = self._sampling[:, last]
+                self._rows[hole] = self._rows[last]
+            self._rows.pop()
+
+    def _recompute(self) -> None:
+        """Fill the slots of running sequences with keys and values of the current weights."""
+        slots = [slot for slot, row in enumerate(self._rows) if row is not None]
+        contexts = [row.context() for row in self._rows if row is not None]
+        for part in plan_batches([len(c) for c in contexts], self._max_prefill_tokens):
+            prefill = self._prefill([contexts[i] for i in part])
+            self._place(prefill, list(range(len(part))), [slots[i] for i in part])
+        self.is_stale = False
+
+    def _prefill(self, prompts: list[IntArray]) -> Prefill:
+        self.counts.prefill_tokens += sum(map(len, prompts))
+        return self._model.prefill(prompts)
+
+    def _place(self, prefill: Prefill, rows: list[int], slots: list[int]) -> None:
+        device = self._model.device
+        self.cache.reserve(next(iter(prefill.blocks.values()))[0].shape[1])
+        self.cache.place(prefill.blocks, row_index(rows, device), row_index(slots, device))
+
+    def _admit(self, job: Job) -> list[Generation]:
+        """Give each sequence a slot with its prompt's keys and values, and its first token."""
+        if not job.admit:
+            return []
+        slots_by_prompt: dict[bytes, list[int]] = {}
+        for sequence in job.admit:
+            slots_by_prompt.setdefault(sequence.prompt_key, []).append(self._take_slot(sequence))
+        logits: list[Tensor] = []
+        slots: list[int] = []
+
+        def fill(prefill: Prefill, found: Iterable[tuple[int, bytes]]) -> None:
+            pairs = [(row, slot) for row, key in found for slot in slots_by_prompt.get(key, ())]
+            if pairs:
+                rows_K, slots_K = map(list, zip(*pairs, strict=True))
+                self._place(prefill, rows_K, slots_K)
+                logits.append(prefill.logits_UV[row_index(rows_K, self._model.device)])
+                slots.extend(slots_K)
+
+        for prefill, found in self._known(slots_by_prompt):
+            fill(prefill, found)
+        for prefill, keys in self._compute(slots_by_prompt, job):
+            fill(prefill, enumerate(keys))
+        for key in job.released:
+            self._prefixes.pop(key, None)
+        return self._draw(torch.cat(logits), slots)
+
+    def _take_slot(self, sequence: Generation) -> int:
+        if self._holes:
+            slot = self._holes.pop(0)
+            self._rows[slot] = sequence
+        else:
+            slot = len(self._rows)
+            self._rows.append(sequence)
+        sampling = sequence.request.sampling
+        self._position[slot] = len(sequence.prompt) - 1
+        self._count[slot] = 0
+        self._stream[slot] = sequence.stream
+        self._sampling[:, slot] = (
+            sampling.temperature,
+            sampling.top_k,
+            sampling.top_p,
+            sampling.min_p,
+            sampling.repetition_penalty,
+        )
+        self.counts.prompt_tokens += len(sequence.prompt)
+        self._settings = None
+        if sampling.repetition_penalty != 1:
+            seen_V = torch.zeros(
+                self._model.vocab_size, dtype=torch.bool, device=self._model.device
+            )
+            seen_V[torch.from_numpy(sequence.prompt).to(seen_V.device)] = True
+            self._seen[sequence] = seen_V
+        return slot
+
+    def _known(
+        self, slots_by_prompt: dict[bytes, list[int]]
+    ) -> list[tuple[Prefill, list[tuple[int, bytes]]]]:
+        """Prompts computed before, gathered by the prefill that made them."""
+        found: dict[int, tuple[Prefill, list[tuple[int, bytes]]]] = {}
+        for key in slots_by_prompt:
+            if key in self._prefixes:
+                prefill, row, _ = self._prefixes[key]
+                found.setdefault(id(prefill), (prefill, []))[1].append((row, key))
+        return list(found.values())
+
+    def _compute(
+        self, slots_by_prompt: dict[bytes, list[int]], job: Job
+    ) -> Iterable[tuple[Prefill, list[bytes]]]:
+        """Prefill the prompts that are new, and with them what waits, within the token budget."""
+        prompts = {s.prompt_key: s.prompt for s in job.admit if s.prompt_key not in self._prefixes}
+        if not prompts:
+            return
+        room = self._max_prefill_tokens - sum(map(len, prompts.values()))
+        room -= sum(length for _, _, length in self._prefixes.values())
+        for key, prompt in job.ahead.items():
+            if key in prompts or key in self._prefixes:
+                continue
+            room -= len(prompt)
+            if room < 0:
+                break
+            prompts[key] = prompt
+        keys = list(prompts)
+        for part in plan_batches([len(prompts[k]) for k in keys], self._max_prefill_tokens):
+            part_keys = [keys[i] for i in part]
+            prefill = self._prefill([prompts[key] for key in part_keys])
+            for row, key in enumerate(part_keys):
+                if key not in job.released:
+                    self._prefixes[key] = (prefill, row, len(prompts[key]))
+            yield prefill, part_keys
+
+    def _step(self) -> list[Generation]:
+        n = len(self._rows)
+        longest = int(self._position[:n].max()) + 1
+        self.cache.reserve(longest)
+        logits_NV = self._model.decode(self.cache, self._token[:n], self._position[:n], longest)
+        self.counts.decode_steps += 1
+        self.counts.decode_tokens += n
+        return self._draw(logits_NV, None)
+
+    def _draw(self, logits_KV: Tensor, slots: list[int] | None) -> list[Generation]:
+        """Sample the next token of the given slots, or of all rows; return what ended."""
+        index: Any = slice(len(self._rows)) if slots is None else np.array(slots)
+        settings = self._settings if slots is None else None
+        if settings is None:
+            settings = row_settings(self._sampling[:, index], self._model.device)
+            self._settings = settings if slots is None else None
+        rows = self._rows if slots is None else [self._rows[slot] for slot in slots]
+        uniform_K = torch.from_numpy(uniforms(self._stream[index], self._count[index]))
+        seen = [self._seen[rows[i]] for i in settings.penalised_rows]  # type: ignore[index]
+        token_K, logprob_K = sample(logits_KV, settings, uniform_K.to(logits_KV.device), seen)
+        for seen_V, i in zip(seen, settings.penalised_rows, strict=True):
+            seen_V[token_K[i]] = True
+        drawn_2K = torch.stack((token_K.double(), logprob_K)).cpu().numpy()  # the step's one sync
+        tokens = drawn_2K[0].astype(np.int64)
+        self._token[index] = tokens
+        self._position[index] += 1
+        self._count[index] += 1
+        finished = []
+        for i, (row, token, logprob) in enumerate(
+            zip(rows, tokens.tolist(), drawn_2K[1].tolist(), strict=True)
+        ):
+            assert row is not None
+            if self._append(row, token, logprob):
+                finished.append(row)
+                self._end(i if slots is None else slots[i], row)
+        return finished
+
+    def _end(self, slot: int, sequence: Generation) -> None:
+        if sequence.error is not None:
+            self.cache.clear(slot)
+        self._free(slot)
+
+    def _append(self, sequence: Generation, token: int, logprob: float) -> bool:
+        """Add a token; True if it ends the sequence."""
+        if not math.isfinite(logprob):
+            sequence.error = (
+                f"the model's logits are not finite numbers at token {len(sequence.tokens)} of "
+                f"the answer, under version {self.version}: the weights or the inputs are broken"
+            )
+            return True
+        sequence.tokens.append(token)
+        sequence.logprobs.append(logprob)
+        sequence.versions.append(self.version)
+        if token in sequence.end_ids:
+            sequence.finish, sequence.matched = "stop", token
+        elif sequence.stop and (text := self._stop_text(sequence)) is not None:
+            sequence.finish, sequence.matched = "stop", text
+        elif len(sequence.tokens) >= sequence.limit:
+            sequence.finish = "length"
+        return sequence.finish is not None
+
+    def _stop_text(self, sequence: Generation) -> str | None:
+        """The stop text that stands first in the answer's tail, across the borders of tokens."""
+        if not self._owns_tokenizer:
+            # Fast tokenizers may not be used from two threads at one time.
+            self._tokenizer, self._owns_tokenizer = copy.deepcopy(self._tokenizer), True
+        tail = self._tokenizer.decode(
+            sequence.tokens[-sequence.stop_window :],
+            skip_special_tokens=False,
+            clean_up_tokenization_spaces=False,
+        )
+        places = [(place, text) for text in sequence.stop if (place := tail.find(text)) >= 0]
+        return min(places)[1] if places else None

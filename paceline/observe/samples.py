@@ -1,0 +1,226 @@
+"""Every sample of a step in one file: `samples/step-000012.jsonl.gz`, one object a line.
+
+The bytes depend on the samples alone, so two runs that sampled the same have equal files.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import re
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import DataError, PacelineError
+from paceline.observe.files import REAL_FILES, Files, as_number, encode_json, write_atomically
+from paceline.types import Group, JsonValue, Prompt, Sample
+
+NAME = re.compile(r"step-(\d{6,})\.jsonl\.gz")
+LOGPROB_DIGITS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRecord:
+    """One sample as it was kept.
+
+    Example: tokens [5, 6, 7, 2] of which the last two were sampled give mask_runs [2, 2] and two
+    log-probs.
+    """
+
+    prompt_id: str
+    draw: int
+    episode: int
+    role: str
+    policy: str
+    status: str
+    finish: str
+    cause: str | None
+    reward: float | None
+    parts: dict[str, float]
+    advantage: float | list[float] | None
+    """One number if all trained tokens have the same; None if none was given."""
+    versions: list[int]
+    """Oldest and newest version of the weights that made its tokens; empty without any."""
+    num_tokens: int
+    """Tokens that the policy chose."""
+    text: str
+    prompt: str
+    tokens: list[int]
+    mask_runs: list[int]
+    """Lengths of the runs of tokens outside and inside the mask in turn, outside first."""
+    logprobs: list[float]
+    """Of the tokens inside the mask, rounded to 6 digits."""
+    row: int = 0
+    dropped: str | None = None
+    """Why its group was not trained on; None if it was."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Keys that a later version wrote."""
+
+    @property
+    def mask(self) -> list[bool]:
+        return [bool(i % 2) for i, run in enumerate(self.mask_runs) for _ in range(run)]
+
+
+class SampleWriter:
+    """Writes into `folder`, such as `runs/x/samples`, at most `limit` samples a step."""
+
+    def __init__(self, folder: Path, limit: int | None = None, files: Files = REAL_FILES) -> None:
+        self._folder = folder
+        self._limit = limit
+        self._files = files
+
+    def start(self, step: int) -> None:
+        """Remove the files of later steps, which are done again."""
+        for number, path in sample_files(self._folder).items():
+            if number > step:
+                self._files.remove(path)
+
+    def write(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        advantages: Sequence[Sequence[float]] | None = None,
+        *,
+        policy: str | None = None,
+        dropped: Sequence[tuple[Group, str]] = (),
+    ) -> Path:
+        """Keep the samples of one step, in the order of the groups, then the dropped ones.
+
+        `advantages`: per sample of `groups`, one number a token. `policy`: keep only its samples.
+        `dropped`: groups that were sampled and not trained on, each with the reason. Raises
+        PacelineError if the disk refuses.
+        """
+        every = [(group, sample) for group in groups for sample in group.samples()]
+        given = [None] * len(every) if advantages is None else list(advantages)
+        objects = [
+            _as_object(group, sample, advantage, None)
+            for (group, sample), advantage in zip(every, given, strict=True)
+        ]
+        for group, reason in dropped:
+            objects += [_as_object(group, sample, None, reason) for sample in group.samples()]
+        kept = [item for item in objects if policy in (None, item["policy"])][: self._limit]
+        path = self._folder / f"step-{step:06d}.jsonl.gz"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, compress(b"".join(map(encode_json, kept))), self._files)
+        except OSError as error:
+            raise PacelineError(f"can not write {path}: {error}") from error
+        return path
+
+
+def compress(data: bytes) -> bytes:
+    """gzip without a time or a name in it."""
+    target = io.BytesIO()
+    with gzip.GzipFile("", "wb", compresslevel=6, fileobj=target, mtime=0) as file:
+        file.write(data)
+    return target.getvalue()
+
+
+def _as_object(
+    group: Group, sample: Sample, advantages: Sequence[float] | None, dropped: str | None
+) -> dict[str, JsonValue]:
+    sampled = [t for t, inside in enumerate(sample.mask) if inside]
+    made_by = [sample.versions[t] for t in sampled if sample.versions[t] >= 0]
+    return {
+        "prompt_id": sample.prompt_id,
+        "draw": group.draw,
+        "episode": sample.episode,
+        "row": sample.row,
+        "role": sample.role,
+        "policy": sample.policy,
+        "status": sample.status.value,
+        "finish": sample.finish,
+        "cause": sample.cause,
+        "reward": sample.reward,
+        "parts": sample.reward_parts,
+        "advantage": _advantage(advantages, sampled),
+        "versions": [min(made_by), max(made_by)] if made_by else [],
+        "num_tokens": len(sampled),
+        "dropped": dropped,
+        "text": sample.text,
+        "prompt": prompt_text(group.prompt),
+        "tokens": sample.tokens,
+        "mask_runs": _runs(sample.mask),
+        "logprobs": [round(sample.logprobs[t], LOGPROB_DIGITS) for t in sampled],
+    }
+
+
+def _advantage(values: Sequence[float] | None, sampled: list[int]) -> float | list[float] | None:
+    if values is None or not sampled:
+        return None
+    found = [values[t] for t in sampled]
+    return found[0] if found.count(found[0]) == len(found) else found
+
+
+def _runs(mask: Sequence[bool]) -> list[int]:
+    runs = [len(list(same)) for _, same in groupby(mask)]
+    return [0, *runs] if mask and mask[0] else runs
+
+
+def prompt_text(prompt: Prompt) -> str:
+    """A prompt for people to read: the text, or one line a message."""
+    if prompt.messages is None:
+        return prompt.text or ""
+    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt.messages)
+
+
+def sample_files(folder: Path) -> dict[int, Path]:
+    """Step -> file, in the order of the steps."""
+    found = {}
+    for path in folder.glob("step-*.jsonl.gz"):
+        match = NAME.fullmatch(path.name)
+        if match:
+            found[int(match[1])] = path
+    return dict(sorted(found.items()))
+
+
+def find_samples(folder: Path, step: int | None = None) -> tuple[int, Path]:
+    """The file of a step, or of the last one; DataError names the nearest step that has one."""
+    files = sample_files(folder)
+    if not files:
+        raise DataError(
+            f"no samples in {folder}: the run has not finished a step, or observe.samples is 'none'"
+        )
+    if step is None:
+        step = max(files)
+    if step not in files:
+        nearest = min(files, key=lambda other: (abs(other - step), other))
+        raise DataError(
+            f"no samples of step {step} in {folder}; the nearest step is {nearest} "
+            f"(there are {len(files)}, from {min(files)} to {max(files)})"
+        )
+    return step, files[step]
+
+
+def read_samples(path: Path) -> list[SampleRecord]:
+    """All samples of a file; DataError says what is wrong with it, and where."""
+    try:
+        with gzip.open(path) as file:
+            lines = file.read().splitlines()
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(
+            f"{path} is damaged ({error}): it was cut off or changed after it was written; the "
+            "run writes it anew if it is resumed from a checkpoint before that step"
+        ) from error
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(_from_object(json.loads(line)))
+        except (ValueError, TypeError, KeyError) as error:
+            raise DataError(f"{path}, line {number} is no sample: {error}") from error
+    return records
+
+
+def _from_object(item: dict[str, Any]) -> SampleRecord:
+    known = {key: value for key, value in item.items() if key in SampleRecord.__slots__}
+    known["reward"] = as_number(item["reward"])
+    known["parts"] = {name: as_number(value) for name, value in item["parts"].items()}
+    known["logprobs"] = [as_number(value) for value in item["logprobs"]]
+    return SampleRecord(**known, extra={k: v for k, v in item.items() if k not in known})

@@ -1,0 +1,101 @@
+"""Samples of a step in the terminal: the best, the worst, the first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from paceline.observe.formats import format_number, visible
+from paceline.observe.samples import SampleRecord, find_samples, read_samples
+
+MAX_CHARACTERS = 600
+
+
+def show_samples(
+    console: Console,
+    folder: Path,
+    step: int | None = None,
+    *,
+    best: int = 3,
+    worst: int = 3,
+    first: int = 0,
+    policy: str | None = None,
+) -> None:
+    """Print samples of a step (default: the last) of the run in `folder`.
+
+    Raises DataError, in words for the user, if the file is missing (with the nearest step that has
+    one) or damaged.
+    """
+    step, path = find_samples(folder / "samples", step)
+    records = [r for r in read_samples(path) if policy in (None, r.policy)]
+    console.print(summary_line(step, records))
+    for title, chosen in choose(records, best=best, worst=worst, first=first).items():
+        if chosen:
+            console.print(samples_table(chosen, title))
+
+
+def summary_line(step: int, records: Sequence[SampleRecord]) -> Text:
+    """How many there are, their mean reward, and how they ended."""
+    rewards = [record.reward for record in records if record.reward is not None]
+    mean = sum(rewards) / len(rewards) if rewards else None
+    statuses = sorted({record.status for record in records})
+    counts = [f"{sum(r.status == s for r in records)} {s}" for s in statuses]
+    return Text(
+        f"step {step}: {len(records)} samples ({', '.join(counts)}), "
+        f"mean reward {format_number(mean)}"
+    )
+
+
+def choose(
+    records: Sequence[SampleRecord], *, best: int, worst: int, first: int
+) -> dict[str, list[SampleRecord]]:
+    """By reward, of equals the earlier; samples without a reward are neither best nor worst.
+
+    No sample is both: with few samples the best go first.
+    """
+    scored = [i for i, r in enumerate(records) if r.reward is not None and r.reward == r.reward]
+    falling = sorted(scored, key=lambda i: (-_reward(records[i]), i))
+    top = falling[:best]
+    rest = sorted(falling[best:], key=lambda i: (_reward(records[i]), i))
+    chosen = {"best": top, "worst": rest[:worst], "first": list(range(min(first, len(records))))}
+    return {title: [records[i] for i in found] for title, found in chosen.items()}
+
+
+def _reward(record: SampleRecord) -> float:
+    return -math.inf if record.reward is None else record.reward
+
+
+def samples_table(records: Sequence[SampleRecord], title: str) -> Table:
+    """One row a sample; what models wrote is shown, never interpreted."""
+    table = Table(title=title, title_justify="left", show_lines=True, expand=True)
+    table.add_column("reward", justify="right", no_wrap=True)
+    table.add_column("prompt", ratio=2)
+    table.add_column("answer", ratio=3)
+    table.add_column("how", ratio=1)
+    for record in records:
+        table.add_row(
+            Text(format_number(record.reward)),
+            Text(visible(record.prompt, MAX_CHARACTERS)),
+            Text(visible(record.text, MAX_CHARACTERS)),
+            Text(_how(record)),
+        )
+    return table
+
+
+def _how(record: SampleRecord) -> str:
+    """Everything else that tells why the reward is what it is."""
+    lines = [f"{record.prompt_id} #{record.episode}", f"{record.num_tokens} tokens"]
+    lines.append(record.status if record.finish == "" else f"{record.status} ({record.finish})")
+    if record.cause is not None:
+        lines.append(record.cause)
+    if record.dropped is not None:
+        lines.append(f"not trained on: {record.dropped}")
+    if isinstance(record.advantage, float):
+        lines.append(f"advantage {format_number(record.advantage)}")
+    lines += [f"{name} {format_number(value)}" for name, value in record.parts.items()]
+    return visible("\n".join(lines))

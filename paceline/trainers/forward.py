@@ -1,0 +1,206 @@
+"""From a micro-batch to the log-probs of its trained tokens, for any transformers causal LM.
+
+The fast way runs the decoder, takes the hidden states of predicting positions alone and puts
+those through the head, a chunk at a time. That is right only if the model's logits are nothing
+but `head(decoder(ids))`, perhaps scaled or soft-capped. So it is checked at construction, with
+hidden states far larger than any real ones, where a cap or a scale that was overlooked shows; a
+model that does more takes the slow way: whole logits, in small micro-batches.
+
+Legend: N trained tokens, C tokens of a chunk, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from paceline.trainers.layout import Layout, MicroBatch, choose_layout
+from paceline.trainers.logprobs import chunked_logprobs, token_logprobs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+CAPS = ("final_logit_softcapping",)
+FACTORS = ("logit_scale", "lm_head_multiplier", "logits_scaling")
+DIVISORS = ("logits_scaling", "logits_scale")
+"""Fields of a model's configuration that change its logits; the check tells what each means."""
+
+Transform = Callable[["Tensor"], "Tensor"]
+
+
+class CausalForward:
+    """Log-probs of trained tokens under one model. Holds no state of its own."""
+
+    def __init__(
+        self, model: PreTrainedModel, *, layout: Layout | Literal["auto"] = "auto"
+    ) -> None:
+        self.model: Any = model
+        attention = str(getattr(model.config, "_attn_implementation", "sdpa"))
+        self.layout: Layout = choose_layout(attention) if layout == "auto" else layout
+        self.slow_reason: str | None = None
+        """Why whole logits are computed, if they are."""
+        self._decoder: Any = None
+        self._transform: Transform = _identity
+        with torch.no_grad():
+            self._find_fast_way()
+            self._check_layout()
+
+    def __call__(
+        self, batch: MicroBatch, *, chunk_tokens: int, entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies, both [N]."""
+        if self.slow_reason is not None:
+            logits_NV = _flat(self._run(self.model, batch).logits).index_select(
+                0, batch.predicting_N
+            )
+            return token_logprobs(
+                logits_NV, batch.targets_N, batch.temperatures_N, entropy_gradient=entropy_gradient
+            )
+        hidden = _flat(self._run(self._decoder, batch).last_hidden_state)
+        return chunked_logprobs(
+            self._logits,
+            hidden.index_select(0, batch.predicting_N),
+            batch.targets_N,
+            batch.temperatures_N,
+            chunk_tokens=chunk_tokens,
+            entropy_gradient=entropy_gradient,
+        )
+
+    def _run(self, module: Any, batch: MicroBatch) -> Any:
+        positions = {} if batch.position_ids is None else {"position_ids": batch.position_ids}
+        return module(input_ids=batch.input_ids, use_cache=False, return_dict=True, **positions)
+
+    def _logits(self, hidden_CD: Tensor) -> Tensor:
+        return self._transform(self.model.get_output_embeddings()(hidden_CD))
+
+    def _find_fast_way(self) -> None:
+        """Find the decoder, and what happens to the head's output; or why the fast way is closed.
+
+        The noise stands in for hidden states of any size: 30 times larger, a cap shows.
+        """
+        model = self.model
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        decoders = [d for d in (_decoder(model), model.base_model) if d is not model]
+        if head is None or not decoders:
+            self._fall_back("it has no separate decoder and head")
+            return
+        ids = _probe_ids(model, 5)
+        logits = model(input_ids=ids, use_cache=False, return_dict=True).logits
+        for decoder in decoders:
+            found = decoder(input_ids=ids, use_cache=False, return_dict=True)
+            hidden = getattr(found, "last_hidden_state", None)
+            if hidden is None:
+                continue
+            noise = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0)).to(hidden)
+            trials = [(hidden, logits)]
+            trials += [(h, _logits_given(model, decoder, ids, h)) for h in (noise, 30 * noise)]
+            for name, transform in _candidates(model.config):
+                if all(_is_close(transform(head(h)), z) for h, z in trials):
+                    self._decoder, self._transform = decoder, transform
+                    if name:
+                        logger.info("%s: logits are changed by %s", type(model).__name__, name)
+                    return
+        self._fall_back("its logits are not its head's output, scaled or capped in a known way")
+
+    def _fall_back(self, reason: str) -> None:
+        self.slow_reason = reason
+        logger.warning(
+            "%s computes whole logits for every position (slower, more memory): %s",
+            type(self.model).__name__,
+            reason,
+        )
+
+    def _check_layout(self) -> None:
+        """Packed rows must not see each other; where they do, rows are padded instead."""
+        if self.layout == "padded":
+            return
+        first, second = _probe_ids(self.model, 4), _probe_ids(self.model, 7)[:, 2:]
+        position_ids = torch.cat([torch.arange(4), torch.arange(5)])[None].to(first.device)
+        packed = self.model(
+            input_ids=torch.cat([first, second], 1), position_ids=position_ids, use_cache=False
+        ).logits
+        alone = [self.model(input_ids=ids, use_cache=False).logits for ids in (first, second)]
+        if not _is_close(packed, torch.cat(alone, 1)):
+            self.layout = "padded"
+            logger.warning(
+                "%s does not keep packed rows apart by their positions: rows are padded instead",
+                type(self.model).__name__,
+            )
+
+
+def _identity(logits: Tensor) -> Tensor:
+    return logits
+
+
+def _capped(cap: float, logits: Tensor) -> Tensor:
+    return torch.tanh(logits / cap) * cap
+
+
+def _times(factor: float, logits: Tensor) -> Tensor:
+    return logits * factor
+
+
+def _over(divisor: float, logits: Tensor) -> Tensor:
+    return logits / divisor
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.flatten(0, 1)
+
+
+def _candidates(config: Any) -> Iterator[tuple[str, Transform]]:
+    """What the model may do to its logits; what its configuration names comes first."""
+    text = config.get_text_config()
+
+    def numbers(names: tuple[str, ...]) -> Iterator[tuple[str, float]]:
+        for name in names:
+            value = getattr(text, name, None)
+            if isinstance(value, int | float) and value:
+                yield name, float(value)
+
+    yield from ((name, partial(_capped, cap)) for name, cap in numbers(CAPS))
+    yield from ((name, partial(_times, factor)) for name, factor in numbers(FACTORS))
+    yield from ((name, partial(_over, divisor)) for name, divisor in numbers(DIVISORS))
+    yield "", _identity
+
+
+def _probe_ids(model: Any, length: int) -> Tensor:
+    vocab = model.get_input_embeddings().num_embeddings
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(vocab, (1, length), generator=generator).to(model.device)
+
+
+def _decoder(model: Any) -> Any:
+    get = getattr(model, "get_decoder", None)
+    return model.base_model if get is None else get()
+
+
+def _logits_given(model: Any, decoder: Any, ids: Tensor, hidden: Tensor) -> Tensor:
+    """The model's logits as if its decoder had made these hidden states."""
+
+    def replaced(_: Any, __: Any, output: Any) -> Any:
+        output.last_hidden_state = hidden
+        return output
+
+    handle = decoder.register_forward_hook(replaced)
+    try:
+        logits: Tensor = model(input_ids=ids, use_cache=False, return_dict=True).logits
+    finally:
+        handle.remove()
+    return logits
+
+
+def _is_close(found: Tensor, expected: Tensor) -> bool:
+    """Equal but for rounding: 1e-4 of the largest logit, 2e-2 in half precision."""
+    if found.shape != expected.shape:
+        return False
+    tolerance = 2e-2 if expected.dtype in (torch.bfloat16, torch.float16) else 1e-4
+    scale = float(expected.double().abs().max()) + 1e-6
+    return float((found.double() - expected.double()).abs().max()) <= tolerance * scale

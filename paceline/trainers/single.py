@@ -1,0 +1,295 @@
+"""The trainer of one process and one device: any transformers causal LM, on a CPU or a GPU.
+
+The work runs in a thread of its own, one call at a time, so that the event loop goes on; a
+cancelled call ends at the next micro-batch, and returns only when the thread is idle again.
+
+The loss of an optimizer step is a sum over trained tokens: their weights already hold the one
+denominator. So gradients of micro-batches are added and never rescaled.
+
+Legend: N trained tokens of a micro-batch, T tokens of a row.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from threading import Event
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+import torch
+
+from paceline.algorithms.base import Algorithm
+from paceline.errors import ConfigError, TrainerError
+from paceline.observe.metrics import Metrics
+from paceline.trainers.base import Head, Place, SingleTrainerConfig
+from paceline.trainers.devices import resolve_device
+from paceline.trainers.forward import CausalForward
+from paceline.trainers.inputs import check_columns, loss_inputs
+from paceline.trainers.layout import (
+    MicroBatch,
+    input_lengths,
+    make_micro_batch,
+    plan_micro_batches,
+)
+from paceline.trainers.optimizer import (
+    clip_gradients,
+    gradient_norm,
+    make_optimizer,
+    move_moments,
+)
+from paceline.trainers.recompute import decoder_layers, recomputed
+from paceline.trainers.schedules import learning_rate
+from paceline.trainers.state import load_state, save_state
+from paceline.trainers.tally import Tally
+from paceline.types import Batch, Row, StepReport
+from paceline.weights.base import WeightPlan
+from paceline.weights.tensors import named_tensors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from paceline.types import FloatArray
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+
+class SingleTrainer:
+    """Implements `paceline.trainers.base.Trainer`."""
+
+    def __init__(
+        self,
+        config: SingleTrainerConfig,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        algorithm: Algorithm,
+        *,
+        horizon: int,
+        reference: PreTrainedModel | None = None,
+    ) -> None:
+        """horizon: optimizer steps of the whole run, for the schedule. reference: frozen here.
+
+        The model is moved to the device and trained in place.
+        """
+        self._device = resolve_device(config.device)
+        _check(model, algorithm, reference)
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        self._config = config
+        self._algorithm = algorithm
+        self._tokenizer = tokenizer
+        self._horizon = horizon
+        # Evaluation mode: dropout would make log-probs random and ratios differ from 1.
+        self._model: PreTrainedModel = model.to(self._device).eval()
+        self._reference = reference
+        self._forwards = {"policy": CausalForward(self._model, layout=config.layout)}
+        if reference is not None:
+            frozen = reference.to(self._device).eval().requires_grad_(False)
+            self._forwards["reference"] = CausalForward(frozen, layout=config.layout)
+        self._layers = decoder_layers(model) if config.activation_checkpointing else []
+        self._trained = [p for p in model.parameters() if p.requires_grad]
+        self._optimizer = make_optimizer(model, config)
+        self._version = self._num_updates = 0
+        self._where: Place = "device"
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
+        self._stop = Event()
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps done, skipped ones included, so that it always rises."""
+        return self._version
+
+    async def forward(self, rows: list[Row], head: Head) -> list[FloatArray]:
+        """Log-probs of the rows' trained tokens, under the policy or the reference. No gradient."""
+        return await self._run(lambda: self._score_rows(rows, head))
+
+    async def forward_backward(self, batch: Batch) -> Metrics:
+        """Add the gradients of all micro-batches of one optimizer step."""
+        return await self._run(lambda: self._add_gradients(batch))
+
+    async def optim_step(self) -> StepReport:
+        """Clip, step, advance the schedule. A non-finite gradient leaves all three untouched."""
+        return await self._run(self._step)
+
+    async def send(self, plan: WeightPlan) -> WeightPlan:
+        """The plan with this trainer's own tensors: receivers share or copy them."""
+        return replace(plan, tensors=named_tensors(self._model))
+
+    async def save(self, path: Path) -> None:
+        """Write the folder described in `paceline.trainers.state`; durable on return."""
+        counters = {"version": self._version, "updates": self._num_updates}
+        await self._run(
+            lambda: save_state(
+                path, self._model, self._tokenizer, self._optimizer, counters, self._settings
+            )
+        )
+
+    async def load(self, path: Path) -> None:
+        """Restore bit for bit what `save` wrote; a folder of another model is refused."""
+
+        def load() -> None:
+            counters = load_state(path, self._model, self._optimizer, self._settings)
+            self._optimizer.zero_grad()
+            self._version, self._num_updates = counters["version"], counters["updates"]
+
+        await self._run(load)
+
+    async def place(self, where: Place) -> None:
+        """Move weights, gradients, moments and the reference. Nothing moves on a CPU."""
+        if self._device.type != "cpu" and where != self._where:
+            await self._run(lambda: self._move(where))
+        self._where = where
+
+    async def aclose(self) -> None:
+        """End the trainer's thread. Idempotent."""
+        self._stop.set()
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    @property
+    def _settings(self) -> dict[str, object]:
+        return {**self._config.model_dump(mode="json"), "horizon": self._horizon}
+
+    async def _run(self, work: Callable[[], Result]) -> Result:
+        """Call it in the trainer's thread. Cancelled: the thread is idle before this raises."""
+        self._stop.clear()
+        future = asyncio.get_running_loop().run_in_executor(self._thread, work)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            self._stop.set()
+            await asyncio.wait([future])
+            if not future.cancelled() and (error := future.exception()) is not None:
+                logger.debug("a cancelled call of the trainer ended with %r", error)
+            raise
+
+    def _score_rows(self, rows: list[Row], head: Head) -> list[FloatArray]:
+        if head not in self._forwards:
+            raise TrainerError(
+                f"this trainer has no {head!r} to score with: it was built without one"
+            )
+        forward = self._forwards[head]
+        kind = np.float64 if self._trained[0].dtype == torch.float64 else np.float32
+        scored: list[FloatArray] = [np.zeros(len(row.tokens_T), kind) for row in rows]
+        with torch.no_grad():
+            for micro in self._micro_batches(rows, forward):
+                with self._autocast():
+                    logprobs_N, _ = forward(micro, chunk_tokens=self._config.logprob_chunk_tokens)
+                chosen = [rows[i].mask_T for i in micro.rows]
+                ends = np.cumsum([int(mask_T.sum()) for mask_T in chosen])
+                parts = np.split(logprobs_N.cpu().numpy(), ends[:-1])
+                for i, mask_T, part in zip(micro.rows, chosen, parts, strict=True):
+                    scored[i][mask_T] = part
+        return scored
+
+    def _add_gradients(self, batch: Batch) -> Metrics:
+        check_columns(batch.rows, self._algorithm)
+        tally = Tally()
+        tally.part("loss", torch.zeros((), device=self._device))
+        try:
+            for micro in self._micro_batches(batch.rows, self._forwards["policy"]):
+                self._add_micro_batch(batch.rows, micro, tally)
+        except BaseException:
+            self._optimizer.zero_grad()  # half a step's gradients would be added to the next one
+            raise
+        metrics = tally.metrics("train")
+        num_trained = batch.num_trained_tokens
+        metrics.sum("train/trained_tokens", num_trained)
+        metrics.sum("train/empty_batches", num_trained == 0)
+        return metrics
+
+    def _add_micro_batch(self, rows: Sequence[Row], micro: MicroBatch, tally: Tally) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(self._autocast())
+            if self._layers:
+                stack.enter_context(recomputed(self._layers))
+            logprobs_N, entropy_N = self._forwards["policy"](
+                micro,
+                chunk_tokens=self._config.logprob_chunk_tokens,
+                entropy_gradient=self._algorithm.needs_entropy_gradient,
+            )
+        inputs = loss_inputs([rows[i] for i in micro.rows], micro, logprobs_N, entropy_N)
+        output = self._algorithm.loss(inputs)
+        output.loss.backward()  # type: ignore[no-untyped-call]
+        tally.part("loss", output.loss.detach())
+        for name, (total, weight) in output.means.items():
+            tally.mean(name, total, weight)
+        if self._algorithm.learns_from_rollouts:
+            gap_N = inputs.old_logprobs_N - inputs.behaviour_logprobs_N
+            tally.max("mismatch_max", gap_N.detach().abs().max())
+
+    def _micro_batches(self, rows: Sequence[Row], forward: CausalForward) -> Iterator[MicroBatch]:
+        if self._where == "host" and self._device.type != "cpu":
+            raise TrainerError('the trainer is on the host: call place("device") first')
+        budget = self._config.max_tokens_per_micro_batch
+        if forward.slow_reason is not None:
+            budget = min(budget, self._config.logprob_chunk_tokens)
+        lengths = input_lengths(rows)
+        for indices in plan_micro_batches(lengths, budget, forward.layout):
+            if self._stop.is_set():
+                raise TrainerError("the trainer was stopped between two micro-batches")
+            yield make_micro_batch(rows, indices, lengths, forward.layout, self._device)
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self._config.autocast == "off":
+            return nullcontext()
+        return torch.autocast(self._device.type, torch.bfloat16)
+
+    def _step(self) -> StepReport:
+        if all(p.grad is None for p in self._trained):
+            for parameter in self._trained:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [p.grad for p in self._trained if p.grad is not None]
+        norm = gradient_norm(gradients)
+        lr = self._next_lr()
+        self._version += 1
+        is_finite = math.isfinite(norm)
+        if is_finite:
+            clip_gradients(gradients, norm, self._config.max_grad_norm)
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+            self._optimizer.step()
+            self._num_updates += 1
+        else:
+            logger.warning("version %d: the gradient is not finite, step skipped", self._version)
+        self._optimizer.zero_grad()
+        return StepReport(self._version, lr=lr, grad_norm=norm, is_skipped=not is_finite)
+
+    def _next_lr(self) -> float:
+        return learning_rate(
+            self._num_updates,
+            peak=self._config.lr,
+            shape=self._config.lr_schedule,
+            warmup=self._config.lr_warmup_steps,
+            horizon=self._horizon,
+            min_ratio=self._config.min_lr_ratio,
+        )
+
+    def _move(self, where: Place) -> None:
+        target = self._device if where == "device" else torch.device("cpu")
+        for forward in self._forwards.values():
+            forward.model.to(target)
+        move_moments(self._optimizer, target)
+        if where == "host":
+            torch.cuda.empty_cache()
+
+
+def _check(model: PreTrainedModel, algorithm: Algorithm, reference: PreTrainedModel | None) -> None:
+    kinds = {p.dtype for p in model.parameters() if p.requires_grad}
+    if not kinds:
+        raise TrainerError("the model has no parameter that requires a gradient")
+    if torch.float16 in kinds:
+        raise ConfigError(
+            'model.dtype = "float16" can not be trained: AdamW\'s second moments underflow in it; '
+            'use "float32" (with trainer.autocast = "bfloat16" for speed) or "bfloat16"'
+        )
+    if reference is model:
+        raise TrainerError("the reference is the trained model itself: give a copy of it")
+    if algorithm.needs_reference and reference is None:
+        raise TrainerError("the algorithm needs a reference model and none was given")

@@ -1,0 +1,147 @@
+"""The folder that a trainer saves: model, moments and counters. No pickle; durable when written.
+
+model/                  Hugging Face format, with the tokenizer
+optimizer.safetensors   exp_avg, exp_avg_sq and step of each parameter
+trainer.json            counters, the model's fingerprint, settings and versions
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import safetensors
+import safetensors.torch
+import torch
+import transformers
+
+from paceline.errors import CheckpointError, ResumeMismatchError
+from paceline.models import (
+    export_model,
+    fingerprint_differences,
+    model_fingerprint,
+    restore_model,
+)
+from paceline.trainers.optimizer import moments, set_moments
+from paceline.weights.tensors import named_tensors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+STATE_FILE = "trainer.json"
+OPTIMIZER_FILE = "optimizer.safetensors"
+MODEL_FOLDER = "model"
+
+
+def save_state(
+    path: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    optimizer: torch.optim.Optimizer,
+    counters: dict[str, int],
+    settings: dict[str, Any],
+) -> None:
+    """Write everything into the folder `path`; every file is on the disk when this returns."""
+    export_model(model, tokenizer, path / MODEL_FOLDER)
+    safetensors.torch.save_file(moments(model, optimizer), path / OPTIMIZER_FILE)
+    state = {
+        "format": FORMAT,
+        "counters": counters,
+        "settings": settings,
+        "environment": _environment(),
+        "model": model_fingerprint(model),
+    }
+    (path / STATE_FILE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+    _sync(path)
+
+
+def load_state(
+    path: Path,
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    settings: dict[str, Any],
+) -> dict[str, int]:
+    """Put the weights and moments of `path` into the model and optimizer; returns the counters.
+
+    Weights are written into the model's own tensors, whose storage an engine may share. Raises
+    CheckpointError for a folder that can not be read and ResumeMismatchError for one of another
+    model, both before anything is changed.
+    """
+    state = _read(path / STATE_FILE)
+    if differences := fingerprint_differences(state["model"], model_fingerprint(model)):
+        raise ResumeMismatchError(
+            f"{path} holds another model than the run ({len(differences)} differences): "
+            f"{'; '.join(differences[:5])}; resume with the former [model] block, or start a run "
+            "with another name"
+        )
+    try:
+        saved = restore_model(model, path / MODEL_FOLDER)
+        tensors = safetensors.torch.load_file(path / OPTIMIZER_FILE)
+    except (OSError, ValueError, RuntimeError, safetensors.SafetensorError) as error:
+        raise CheckpointError(
+            f"{path} can not be read: {error}; resume from an older checkpoint"
+        ) from error
+    set_moments(model, optimizer, tensors)
+    weights = named_tensors(saved)
+    with torch.no_grad():
+        for name, tensor in named_tensors(model).items():
+            tensor.copy_(weights[name])
+    _report_changes(path, state, settings)
+    return dict(state["counters"])
+
+
+def _environment() -> dict[str, Any]:
+    """What bit-equal results depend on, besides the settings."""
+    return {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        state: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{file} can not be read: {error}; resume from an older checkpoint"
+        ) from error
+    if state.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{file} has format {state.get('format')!r}, this version of Paceline reads {FORMAT}; "
+            "resume with the version that wrote it"
+        )
+    return state
+
+
+def _report_changes(path: Path, state: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Settings may change on purpose; an environment that changed unnoticed changes last bits."""
+    parts = [(state["settings"], settings, logging.INFO, "")]
+    note = "; numbers will not be bit-identical"
+    parts.append((state["environment"], _environment(), logging.WARNING, note))
+    for before, now, level, note in parts:
+        for key in sorted(before.keys() | now.keys()):
+            if before.get(key) != now.get(key):
+                change = (key, now.get(key), before.get(key))
+                logger.log(level, "%s: resumed with another %s: %r, was %r%s", path, *change, note)
+
+
+def _sync(folder: Path) -> None:
+    """fsync every file below the folder, then the folders, so that a rename can commit them."""
+    for entry in sorted(folder.rglob("*"), reverse=True):
+        _sync_one(entry)
+    _sync_one(folder)
+
+
+def _sync_one(entry: Path) -> None:
+    handle = os.open(entry, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,196 @@
+"""Kills a small run at its n-th event, resumes it, and prints what both left. Run by test_crash.
+
+    python crash_runs.py FOLDER FIRST LAST STRIDE [--second]
+
+An event is the begin or end of a phase, or an operation on files. Every run is a forked child, so
+that the libraries are loaded once. `--second` kills the resumed run once more, at the same event.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from tiny import tiny_model, tiny_tokenizer
+
+from paceline.build import train
+from paceline.config import load_run_file
+from paceline.observe.files import Files
+from paceline.observe.recorder import Recorder
+
+RUN_FILE = """
+[run]
+name = "{name}"
+dir = "{folder}"
+num_epochs = 3
+seed = 5
+[model]
+path = "{folder}/model"
+[data]
+path = "{folder}/prompts.jsonl"
+[reward]
+kind = "regex"
+pattern = "[0-4]"
+[rollout]
+prompts_per_step = 4
+samples_per_prompt = 4
+[rollout.sampling]
+max_tokens = 6
+[trainer]
+lr = 0.01
+lr_schedule = "cosine"
+threads = 1
+[checkpoint]
+every = 2
+best_metric = "eval/held/reward"
+[evals]
+every = 2
+[[evals.sets]]
+name = "held"
+data = {{ path = "{folder}/held.jsonl" }}
+samples_per_prompt = 2
+[observe]
+console = "off"
+"""
+
+
+class Events:
+    """Counts events and kills this process at one of them."""
+
+    def __init__(self, kill_at: int) -> None:
+        self.kill_at = kill_at
+        self.count = 0
+        self.names: list[str] = []
+
+    def happen(self, name: str) -> None:
+        self.count += 1
+        self.names.append(name)
+        if self.count == self.kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def watch(events: Events) -> None:
+    """Report every file operation and phase of this process to `events`."""
+    for name in ("make_folder", "write", "append", "sync", "rename", "remove", "remove_tree"):
+        real = getattr(Files, name)
+
+        def watched(self: Files, *a: object, _real=real, _name=name, **k: object) -> object:
+            if _name in ("write", "append") and events.count + 1 == events.kill_at:
+                # Leave half of the data behind, as a torn write does.
+                path, data = a
+                with open(path, "ab" if _name == "append" else "wb") as file:
+                    file.write(data[: len(data) // 2])
+            events.happen(_name)
+            return _real(self, *a, **k)
+
+        setattr(Files, name, watched)
+    real_phase = Recorder.phase
+
+    @contextmanager
+    def phase(self: Recorder, name: str):
+        events.happen(f"begin {name}")
+        with real_phase(self, name):
+            yield
+        events.happen(f"end {name}")
+
+    Recorder.phase = phase
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """Exit status of a forked child that does the work; a negative one is a signal."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            work()
+            status = 0
+        except BaseException as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def prepare(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    tiny_model(seed=3).save_pretrained(folder / "model")
+    tiny_tokenizer().save_pretrained(folder / "model")
+    rows = [{"prompt": f"{i}+{i}=", "answer": "0", "id": f"p{i}"} for i in range(6)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "prompts.jsonl").write_text(text)
+    (folder / "held.jsonl").write_text('{"prompt": "7+1=", "answer": "0"}\n')
+
+
+def run(folder: Path, name: str, events_file: Path, kill_at: int = 0) -> int:
+    def work() -> None:
+        torch.set_num_threads(1)
+        events = Events(kill_at)
+        watch(events)
+        file = folder / f"{name}.toml"
+        file.write_text(RUN_FILE.format(name=name, folder=folder))
+        train(load_run_file(file, []))
+        events_file.write_text(json.dumps(events.names))
+
+    return in_child(work)
+
+
+def outcome(run_dir: Path) -> dict[str, object]:
+    """Everything that must not depend on crashes."""
+    newest = sorted((run_dir / "checkpoints").glob("step-*"))[-1]
+    hashes = {
+        name: hashlib.sha256((newest / "policies/policy" / name).read_bytes()).hexdigest()
+        for name in ("model/model.safetensors", "optimizer.safetensors")
+    }
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    kept = [{k: v for k, v in r.items() if not k.startswith(("time/", "perf/"))} for r in rows]
+    samples = {
+        p.name: hashlib.sha256(p.read_bytes()).hexdigest()
+        for p in sorted((run_dir / "samples").iterdir())
+    }
+    leftovers = [p.name for p in (run_dir / "checkpoints").iterdir() if p.name.startswith(".tmp")]
+    return {
+        "newest": newest.name,
+        "hashes": hashes,
+        "rows": kept,
+        "samples": samples,
+        "data": json.loads((newest / "data.json").read_text()),
+        "best": json.loads((run_dir / "checkpoints/best.json").read_text()),
+        "leftovers": leftovers,
+    }
+
+
+def main() -> None:
+    folder, first, last, stride = Path(sys.argv[1]), *map(int, sys.argv[2:5])
+    twice = "--second" in sys.argv
+    prepare(folder)
+    events_file = folder / "events.json"
+    if run(folder, "whole", events_file) != 0:
+        raise SystemExit("the run that is not killed failed")
+    expected = outcome(folder / "whole")
+    names = json.loads(events_file.read_text())
+    print(json.dumps({"events": len(names), "steps": len(expected["rows"]), "expected": expected}))
+    for kill_at in range(first, min(last, len(names)) + 1, stride):
+        name = f"killed{kill_at}"
+        statuses = [run(folder, name, events_file, kill_at)]
+        if twice:
+            statuses.append(run(folder, name, events_file, kill_at))
+        statuses.append(run(folder, name, events_file))
+        found = outcome(folder / name) if statuses[-1] == 0 else {}
+        found and found["rows"]
+        different = [key for key in expected if found.get(key) != expected[key]]
+        line = {"at": kill_at, "event": names[kill_at - 1], "statuses": statuses}
+        print(json.dumps({**line, "different": different}), flush=True)
+        if not different:
+            shutil.rmtree(folder / name)
+
+
+if __name__ == "__main__":
+    main()

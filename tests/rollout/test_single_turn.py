@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rollout_fakes import FakeReward
+
+from paceline.errors import ConfigError
+from paceline.rollout.env import Reply
+from paceline.rollout.score import Score
+from paceline.rollout.single_turn import SingleTurn, load_env, to_outcome
+from paceline.types import Prompt
+
+PROMPT = Prompt(id="p", text="1+1=", answer="2")
+
+
+def replying(reply: Reply) -> Mapping[str, Any]:
+    async def actor(context: Any) -> Reply:
+        return reply
+
+    return {"policy": actor}
+
+
+def play(env: Any, reply: Reply = Reply("2", "stop", 2)) -> Any:  # noqa: B008
+    return asyncio.run(env(PROMPT, replying(reply)))
+
+
+def test_it_asks_once_and_scores() -> None:
+    reward = FakeReward(lambda prompt, text: Score(float(text == prompt.answer), {"right": 1.0}))
+    outcome = play(SingleTurn(reward))  # type: ignore[arg-type]
+    assert (outcome.rewards, outcome.parts, outcome.cause) == (
+        {"policy": 1.0},
+        {"policy": {"right": 1.0}},
+        None,
+    )
+
+
+def test_an_aborted_answer_is_not_scored() -> None:
+    def never(prompt: Prompt, text: str) -> float:
+        raise AssertionError
+
+    outcome = play(SingleTurn(FakeReward(never)), Reply("", "abort", 0))  # type: ignore[arg-type]
+    assert outcome.rewards == {"policy": None}
+
+
+def test_a_failed_score_carries_its_reason() -> None:
+    reward = FakeReward(lambda prompt, text: Score(None, cause="timeout", detail="1 s"))
+    outcome = play(SingleTurn(reward))  # type: ignore[arg-type]
+    assert (outcome.rewards, outcome.cause) == ({"policy": None}, "reward/timeout: 1 s")
+
+
+SOURCE = """
+async def plain(prompt, actors):
+    reply = await actors["policy"](prompt)
+    return reply.num_tokens
+
+async def scored(prompt, actors, reward):
+    reply = await actors["policy"](prompt)
+    return (await reward.score(prompt, reply.text)).value
+
+class Game:
+    async def __call__(self, prompt, actors):
+        return {"a": 1.0, "b": 2.0}
+"""
+
+
+def test_environments_of_the_user(tmp_path: Path) -> None:
+    (tmp_path / "own_games.py").write_text(SOURCE)
+    reward: Any = FakeReward(lambda prompt, text: 0.25)
+    assert play(load_env("own_games.py:plain", base=tmp_path)) == 2
+    assert play(load_env("own_games.py:scored", base=tmp_path, reward=reward)) == 0.25
+    assert play(load_env("own_games.py:Game", base=tmp_path)) == {"a": 1.0, "b": 2.0}
+    with pytest.raises(ConfigError, match="asks for a reward"):
+        load_env("own_games.py:scored", base=tmp_path)
+    with pytest.raises(ConfigError, match="no 'plan'; did you mean 'plain'"):
+        load_env("own_games.py:plan", base=tmp_path)
+
+
+def test_single_turn_needs_a_reward() -> None:
+    with pytest.raises(ConfigError, match="needs a reward"):
+        load_env("single_turn")
+
+
+def test_results_by_role_and_for_all_roles() -> None:
+    roles = ("white", "black")
+    assert to_outcome({"white": 1.0, "black": None}, roles).rewards == {"white": 1.0, "black": None}
+    assert to_outcome(0.5, roles).rewards == {"white": 0.5, "black": 0.5}
+    assert to_outcome({"style": 0.5}, roles).parts == {r: {"style": 0.5} for r in roles}

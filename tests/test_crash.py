@@ -1,0 +1,61 @@
+"""`kill -9` at every phase and inside every write: a resumed run ends as if nothing had happened.
+
+The run crosses epoch boundaries (6 prompts, 4 a step, 3 epochs), saves every second step, keeps
+the best checkpoint and evaluates. Compared are weights, moments, metrics, every sample, the data
+cursor and the best score, bit for bit; see crash_runs.py.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "crash_runs.py"
+
+
+def crash(folder: Path, *options: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    result = subprocess.run(
+        [sys.executable, str(SCRIPT), str(folder / "runs"), *options],
+        capture_output=True,
+        text=True,
+        timeout=1500,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    return lines[0], lines[1:]
+
+
+def check(lines: list[dict[str, Any]], num_kills: int) -> None:
+    assert lines
+    for line in lines:
+        assert line["statuses"][:num_kills].count(-9) >= 1, f"was not killed: {line}"
+        assert line["statuses"][-1] == 0, f"did not end: {line}"
+        assert line["different"] == [], f"ended differently: {line}"
+
+
+@pytest.mark.timeout(300)
+def test_killed_at_some_events(tmp_path: Path) -> None:
+    first, lines = crash(tmp_path, "3", "9999", "23")
+    assert first["steps"] == 6  # before training, and 6 prompts * 3 epochs / 4 a step
+    check(lines, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1600)
+def test_killed_at_every_event(tmp_path: Path) -> None:
+    first, lines = crash(tmp_path, "1", "9999", "1")
+    assert len(lines) == first["events"] > 100
+    check(lines, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_killed_twice(tmp_path: Path) -> None:
+    _, lines = crash(tmp_path, "2", "9999", "17", "--second")
+    check(lines, 2)
