@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
@@ -135,7 +134,7 @@ def completion_logprobs(
     """
     input_ids = torch.cat([prompt_ids, completion_ids], dim=1)[:, :-1]
     logits = model(input_ids, logits_to_keep=completion_ids.shape[1], use_cache=False).logits
-    logprobs = F.log_softmax(logits.float() / temperature, dim=-1)
+    logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
     return logprobs.gather(-1, completion_ids.unsqueeze(-1)).squeeze(-1)
 
 
@@ -179,7 +178,7 @@ def rollout(
     logprobs: list[Tensor] = []
     while alive.any() and len(masks) < config.max_new_tokens:
         logits = model(ids, logits_to_keep=1, use_cache=False).logits[:, -1].float()
-        dist = F.log_softmax(logits / (config.temperature or 1.0), dim=-1)
+        dist = torch.log_softmax(logits / (config.temperature or 1.0), dim=-1)
         if config.temperature:
             next_ids = torch.multinomial(dist.exp(), 1, generator=generator)
         else:

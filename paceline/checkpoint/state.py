@@ -36,6 +36,8 @@ class RunState:
     """The policy whose steps count for saves, evals and the end of the run."""
     policies: dict[str, PolicyProgress]
     seed: int
+    epoch_ended: bool = False
+    """An epoch of the data ended in this step, so that what is due then may still be owed."""
     fingerprint: dict[str, JsonValue] = field(default_factory=dict)
     """What a resumed run must have in common with this one, as nested tables of JSON values."""
     metrics: dict[str, JsonValue] = field(default_factory=dict)

@@ -157,6 +157,9 @@ class CheckpointStore:
         Without a checkpoint of that step, or without `best_metric` among the numbers, nothing
         happens. The scores are in `best.json`, so a resumed run goes on with them.
         """
+        with self._disk_errors(f"record the score of step {step}"):
+            # What a save that was cut short left to delete must not compete.
+            self._apply_retention()
         self._awaited.discard(step)
         name = self.config.best_metric
         if name is None or name not in values or step not in self.steps():

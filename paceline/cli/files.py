@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +10,6 @@ import typer
 
 from paceline.cli.options import Best, Debug, PolicyName, Step
 from paceline.errors import ConfigError, DataError
-from paceline.observe.samples import SampleRecord, find_samples, read_samples
 
 
 def export(
@@ -61,8 +59,9 @@ def inspect(
     step: Annotated[
         int | None, typer.Option(min=0, show_default=False, help="Default: the last one.")
     ] = None,
-    best: Annotated[int, typer.Option(min=0, help="How many of the highest reward.")] = 2,
-    worst: Annotated[int, typer.Option(min=0, help="How many of the lowest reward.")] = 2,
+    best: Annotated[int, typer.Option(min=0, help="How many of the highest reward.")] = 3,
+    worst: Annotated[int, typer.Option(min=0, help="How many of the lowest reward.")] = 3,
+    first: Annotated[int, typer.Option(min=0, help="How many in the order of the draws.")] = 0,
     prompt: Annotated[
         str | None,
         typer.Option(show_default=False, help="Instead: all samples of the prompt with this id."),
@@ -79,56 +78,19 @@ def inspect(
 
     [cyan]paceline inspect runs/demo --prompt add-17[/cyan]
     """
+    from rich.console import Console
+
+    from paceline.observe.samples import find_samples, read_samples
+    from paceline.observe.samples_view import samples_table, show_samples
+
     if not run.is_dir():
         raise ConfigError(f"there is no folder {run}: name the folder of a run, such as runs/demo")
+    console = Console()
+    if prompt is None:
+        show_samples(console, run, step, best=best, worst=worst, first=first)
+        return
     found, path = find_samples(run / "samples", step)
-    records = read_samples(path)
-    typer.echo(f"step {found}: {summarise(records)}")
-    if prompt is not None:
-        chosen = [record for record in records if record.prompt_id == prompt]
-        if not chosen:
-            raise DataError(f"step {found} has no sample of prompt {prompt!r}")
-        sections = [("samples", chosen)]
-    else:
-        ranked = sorted(
-            (record for record in records if record.reward is not None),
-            key=lambda record: record.reward or 0.0,
-            reverse=True,
-        )
-        sections = [("best", ranked[:best]), ("worst", ranked[len(ranked) - worst :][::-1])]
-    for title, section in sections:
-        for record in section:
-            typer.echo(f"\n-- {title} {describe_sample(record)}")
-
-
-def summarise(records: list[SampleRecord]) -> str:
-    """128 samples, reward 0.4125 from 0 to 1; 120 completed, 8 truncated; 16 dropped"""
-    rewards = [record.reward for record in records if record.reward is not None]
-    counts = Counter(record.status for record in records)
-    text = f"{len(records)} samples"
-    if rewards:
-        mean = sum(rewards) / len(rewards)
-        text += f", reward {mean:.4g} from {min(rewards):.4g} to {max(rewards):.4g}"
-    if counts:
-        text += "; " + ", ".join(f"{count} {status}" for status, count in counts.most_common())
-    dropped = sum(record.dropped is not None for record in records)
-    return text + (f"; {dropped} dropped" if dropped else "")
-
-
-def describe_sample(record: SampleRecord) -> str:
-    """A header line with the numbers, then prompt and answer."""
-    facts = [f"prompt {record.prompt_id}", f"episode {record.episode}"]
-    facts.append("no reward" if record.reward is None else f"reward {record.reward:.4g}")
-    facts += [f"{name} {value:.4g}" for name, value in record.parts.items()]
-    if isinstance(record.advantage, float):
-        facts.append(f"advantage {record.advantage:+.3f}")
-    facts += [f"{record.num_tokens} tokens", record.status]
-    facts += [f"version {record.versions[-1]}"] if record.versions else []
-    facts += [f"dropped: {record.dropped}"] if record.dropped else []
-    facts += [record.cause] if record.cause else []
-    return "\n".join([", ".join(facts), visible(record.prompt), ">> " + visible(record.text)])
-
-
-def visible(text: str) -> str:
-    """Without characters that a terminal would obey."""
-    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+    chosen = [record for record in read_samples(path) if record.prompt_id == prompt]
+    if not chosen:
+        raise DataError(f"step {found} has no sample of prompt {prompt!r}")
+    console.print(samples_table(chosen, f"step {found}, prompt {prompt}"))

@@ -49,8 +49,10 @@ def summary(run_file: RunFile, path: Path) -> str:
     if not run_file.algorithm.learns_from_rollouts:
         answers = ""
     sources = [source.label for source in run_file.data.all_sources] if run_file.data else []
+    is_started = any((run_file.run_dir / "checkpoints").glob("step-*"))
+    goes_on = ", which has checkpoints to go on from" if is_started else ""
     rows = {
-        "run": f"{run.name}: {length}, files in {run_file.run_dir}",
+        "run": f"{run.name}: {length}, files in {run_file.run_dir}{goes_on}",
         "model": f"{run_file.model.path} ({run_file.model.dtype})",
         "data": ", ".join(sources) or "given in Python",
         "learns": f"{kind}: {rollout.prompts_per_step} prompts{answers} a step, {updates} "

@@ -98,7 +98,7 @@ def _train(run_file: RunFile, dry_run: bool) -> None:
     from paceline import build
 
     try:
-        typer.echo(describe_result(build.train(run_file)))
+        result = build.train(run_file)
     except KeyboardInterrupt:
         typer.echo(
             f"\ninterrupted; {run_file.run_dir} holds what was saved, and the same command goes "
@@ -106,6 +106,9 @@ def _train(run_file: RunFile, dry_run: bool) -> None:
             err=True,
         )
         raise typer.Exit(130) from None
+    typer.echo(describe_result(result))
+    if not result.samples and run_file.run.num_steps != 0:
+        typer.echo("no step was left to do: raise run.num_steps, or choose another run.name")
 
 
 def evaluate(
@@ -143,7 +146,8 @@ def evaluate(
     found = find_target(target, step=step, best=best)
     path = config or found.run_file
     if path is None:
-        raise ConfigError(f"{target} has no run file of its own: add --config run.toml")
+        what = "has no run file of its own" if Path(target).exists() else "is no folder"
+        raise ConfigError(f"{target} {what}: to measure a model, add --config run.toml")
     chosen = list(overrides or ())
     if found.step is None:
         chosen.append(f"model.path={json.dumps(found.model)}")

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tomli_w
 from pydantic import ValidationError
@@ -20,6 +20,10 @@ from paceline.config.problems import KeyPath, Places, Problem, raise_problems
 from paceline.config.repair import rest_of
 from paceline.config.source import Table, apply_overrides, nested, read_toml
 from paceline.config.translate import not_numbers, translate
+from paceline.errors import ConfigError
+from paceline.types import Config
+
+C = TypeVar("C", bound=Config)
 
 
 def load_run_file(
@@ -60,6 +64,17 @@ def load_settings(
     tables: Table = _plain(nested(settings))
     folder = Path(os.path.abspath(base))
     return _assemble(tables, Places(), [], folder, name, Situation(purpose, frozenset(given)))
+
+
+def load_block(cls: type[C], values: Mapping[str, Any], name: str) -> C:
+    """One block by itself, with the errors of a run file. Example: load_block(Sampling, {}, "s")"""
+    tables = _plain(values)
+    try:
+        return cls.model_validate(tables)
+    except ValidationError as error:
+        found = translate(error, cls, tables)
+    raise_problems([Problem((name, *p.path), p.text) for p in found], Places())
+    raise ConfigError(f"{name} is wrong")
 
 
 def _plain(value: Any) -> Any:

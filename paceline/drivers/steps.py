@@ -108,6 +108,7 @@ async def _save(run: Run, step: int) -> None:
                 leader=name,
                 policies={name: PolicyProgress(step, run.policy.trainer.version)},
                 seed=run.seed,
+                epoch_ended=run.epoch_ended,
                 fingerprint=run.fingerprint,
                 metrics=run.recorder.pending(),
                 threads=run.threads,

@@ -97,7 +97,11 @@ class Engine(Protocol):
     """Makes tokens with the weights of one policy."""
 
     async def generate(self, request: Request) -> Completion:
-        """Sample one answer. Cancelling the call frees its slot."""
+        """Sample one answer. Cancelling the call frees its slot.
+
+        Raises EngineError if this request can not be served. One that was raised from another
+        exception says that the engine is broken and serves nobody any more.
+        """
 
     async def score(self, tokens: Sequence[int], temperature: float = 1.0) -> list[float]:
         """Log-prob of each token given those before it; 0.0 for the first. Length len(tokens)."""

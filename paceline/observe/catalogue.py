@@ -51,8 +51,11 @@ CATALOGUE: dict[str, Meaning] = {
     "eval/<set>/truncated": Meaning(
         "Answers that ended at the token limit", "share", "mean over scored answers"
     ),
+    "perf/peak_memory_mib": Meaning(
+        "Most memory that the process has held so far", "MiB", "max over the process"
+    ),
     "perf/tokens_per_s": Meaning(
-        "Tokens sampled, by the whole time of the step", "tokens/s", "the step"
+        "Sampled tokens, by the whole time of the step", "tokens/s", "the step"
     ),
     "rollout/all_correct": Meaning(
         "Groups whose rewards are all equal and above 0", "share", "mean over scored groups"

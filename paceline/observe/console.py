@@ -35,6 +35,14 @@ EVAL_SCORE = re.compile(r"eval/([^/]+)/(reward|pass_at_1)")
 RECENT_STEPS = 20
 
 
+class RunConsole(Console):
+    """Standard output; rich would end the process when the reader of a pipe has left."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        raise BrokenPipeError("nobody reads the output any more")
+
+
 @dataclass(slots=True)
 class PolicyView:
     """What is known of one policy."""
@@ -165,7 +173,7 @@ def make_progress(
     mode: Mode, *, num_steps: int, console: Console | None = None
 ) -> TolerantProgress | None:
     """What `observe.console` asks for; None for `off`."""
-    console = Console() if console is None else console
+    console = RunConsole() if console is None else console
     if mode == "auto":
         can_draw = console.is_terminal and not console.is_dumb_terminal
         mode = "rich" if can_draw and console.encoding.startswith("utf") else "plain"

@@ -12,11 +12,11 @@ from importlib import metadata
 from pathlib import Path
 
 from paceline.errors import PacelineError
-from paceline.observe.files import encode_json, write_atomically
+from paceline.observe.files import clear_leftovers, encode_json, write_atomically
 from paceline.types import JsonValue
 
 PACKAGES = ("paceline", "torch", "transformers", "numpy", "safetensors", "tokenizers", "pydantic")
-SECRET = re.compile(r"(?i)(key|token|secret|password|passwd|credential)s?$")
+SECRET = re.compile(r"(?i)(?:key|token|secrets?|password|passwd|credentials?)$")
 GIT_TIMEOUT_S = 5.0
 
 
@@ -50,6 +50,7 @@ def write_environment(folder: Path, environment: dict[str, JsonValue]) -> None:
     path = folder / "environment.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        clear_leftovers(folder, path.name)
         write_atomically(path, encode_json(environment, indent=1))
     except OSError as error:
         raise PacelineError(f"can not write {path}: {error}") from error

@@ -82,6 +82,12 @@ def write_atomically(path: Path, data: bytes, files: Files = REAL_FILES) -> None
         raise
 
 
+def clear_leftovers(folder: Path, name: str, files: Files = REAL_FILES) -> None:
+    """Remove what killed processes left of `write_atomically`; `name` may hold `*`."""
+    for path in folder.glob(f".tmp-{name}-" + "[0-9a-f]" * 8):
+        files.remove(path)
+
+
 def encode_json(value: JsonValue, *, indent: int | None = None) -> bytes:
     """Standard JSON with a final newline; non-finite numbers become the strings of `NON_FINITE`.
 

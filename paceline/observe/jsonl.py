@@ -12,6 +12,7 @@ from paceline.observe.files import (
     NON_FINITE,
     REAL_FILES,
     Files,
+    clear_leftovers,
     decode_lines,
     encode_json,
     write_atomically,
@@ -42,6 +43,7 @@ class JsonlFile:
 
         The file is replaced in one move, and only if something is dropped.
         """
+        clear_leftovers(self.path.parent, self.path.name, self._files)
         data = self._read()
         kept, lines = [], []
         raw = data.split(b"\n")

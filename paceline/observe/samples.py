@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import DataError, PacelineError
-from paceline.observe.files import REAL_FILES, Files, as_number, encode_json, write_atomically
+from paceline.observe.files import (
+    REAL_FILES,
+    Files,
+    as_number,
+    clear_leftovers,
+    encode_json,
+    write_atomically,
+)
 from paceline.types import Group, JsonValue, Prompt, Sample
 
 NAME = re.compile(r"step-(\d{6,})\.jsonl\.gz")
@@ -75,7 +82,8 @@ class SampleWriter:
         self._files = files
 
     def start(self, step: int) -> None:
-        """Remove the files of later steps, which are done again."""
+        """Remove the files of later steps, which are done again, and half-written ones."""
+        clear_leftovers(self._folder, "step-*.jsonl.gz", self._files)
         for number, path in sample_files(self._folder).items():
             if number > step:
                 self._files.remove(path)

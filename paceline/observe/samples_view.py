@@ -74,9 +74,9 @@ def samples_table(records: Sequence[SampleRecord], title: str) -> Table:
     """One row a sample; what models wrote is shown, never interpreted."""
     table = Table(title=title, title_justify="left", show_lines=True, expand=True)
     table.add_column("reward", justify="right", no_wrap=True)
-    table.add_column("prompt", ratio=2)
-    table.add_column("answer", ratio=3)
-    table.add_column("how", ratio=1)
+    table.add_column("prompt", ratio=2, overflow="fold")
+    table.add_column("answer", ratio=3, overflow="fold")
+    table.add_column("how", width=24, overflow="fold")
     for record in records:
         table.add_row(
             Text(format_number(record.reward)),
@@ -89,7 +89,7 @@ def samples_table(records: Sequence[SampleRecord], title: str) -> Table:
 
 def _how(record: SampleRecord) -> str:
     """Everything else that tells why the reward is what it is."""
-    lines = [f"{record.prompt_id} #{record.episode}", f"{record.num_tokens} tokens"]
+    lines = [f"{record.prompt_id} #{record.episode}", f"tokens {record.num_tokens}"]
     lines.append(record.status if record.finish == "" else f"{record.status} ({record.finish})")
     if record.cause is not None:
         lines.append(record.cause)

@@ -74,13 +74,9 @@ class TensorBoardSink:
         self._open: dict[str, Any] = {}
 
     def start(self, steps: Mapping[str, int]) -> None:
-        """TensorBoard forgets what it read of later steps once it sees a new session start."""
         left = {path.name: -1 for path in self._folder.glob("*") if path.is_dir()}
         for policy, step in {**left, **steps}.items():
-            session = self._event.SessionLog(status=self._event.SessionLog.START)
-            self._writer(policy).add_event(
-                self._event.Event(step=step + 1, session_log=session, wall_time=0.0)
-            )
+            self._writer(policy, step)
 
     def write(self, policy: str, step: int, values: Mapping[str, float]) -> None:
         metadata = self._summary.SummaryMetadata(
@@ -107,9 +103,15 @@ class TensorBoardSink:
         for writer in self._open.values():
             writer.close()
 
-    def _writer(self, policy: str) -> Any:
+    def _writer(self, policy: str, last_step: int = -1) -> Any:
+        """At a session start, TensorBoard forgets what older sessions wrote of later steps."""
         if policy not in self._open:
-            self._open[policy] = self._writers.EventFileWriter(str(self._folder / policy))
+            writer = self._writers.EventFileWriter(str(self._folder / policy))
+            session = self._event.SessionLog(status=self._event.SessionLog.START)
+            writer.add_event(
+                self._event.Event(step=last_step + 1, session_log=session, wall_time=time.time())
+            )
+            self._open[policy] = writer
         return self._open[policy]
 
 

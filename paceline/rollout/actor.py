@@ -113,7 +113,10 @@ class RecordingActor:
         try:
             completion = await self.seat.engine.generate(request)
         except EngineError as exc:
-            self.refusal = exc
+            if isinstance(exc.__cause__, Exception):
+                self.fatal = exc.__cause__
+            else:
+                self.refusal = exc
             raise
         except Exception as exc:
             self.fatal = exc
@@ -184,7 +187,8 @@ class RecordingActor:
         return renderer.extend(row.tokens, said[len(known) :], row.finish == "stop")
 
     def _reply(self, completion: Completion) -> Reply:
-        text = self.seat.renderer.decode(completion.tokens)
+        is_token = isinstance(completion.stop, int)
+        text = self.seat.renderer.decode(completion.tokens[: -1 if is_token else None])
         if isinstance(completion.stop, str):
             text = text.partition(completion.stop)[0]
         return Reply(text, completion.finish, len(completion.tokens))

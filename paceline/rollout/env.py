@@ -33,8 +33,8 @@ class Actor(Protocol):
     async def __call__(self, context: Prompt | str | Sequence[Message]) -> Reply:
         """Answer a prompt, a plain text, or a list of messages.
 
-        A list that extends the last one by the reply and by new messages goes on with the same
-        token ids: nothing is encoded twice.
+        A list that extends a former one by its reply and by new messages goes on with the same
+        token ids, and so does a text that extends a former text: nothing is encoded twice.
         """
 
 

@@ -43,7 +43,8 @@ def _add_samples(metrics: Metrics, group: Group, policy: str) -> None:
     for sample in group.samples(policy):
         metrics.sum("rollout/samples", 1)
         if sample.cause is not None:
-            metrics.sum(f"rollout/failures/{sample.cause}", 1)
+            origin, _, cause = sample.cause.partition("/")
+            metrics.sum(f"rollout/failures/{origin}/{cause}", 1)
         metrics.mean("rollout/failed", sample.cause is not None)
         if not sample.status.is_trainable:
             continue

@@ -56,8 +56,7 @@ class WorkerPool:
     async def start(self) -> None:
         """Start one child now. Raises ConfigError if a scorer can not be loaded or called."""
         async with self._slots:
-            if not self._idle:
-                self._idle.append(await self._new_child())
+            self._idle.append(await self._free_child())
 
     async def call(self, scorer: str, values: Mapping[str, Any]) -> Score:
         """Run one scorer; waits for a free child. Failures are scores with a cause.
@@ -67,7 +66,7 @@ class WorkerPool:
         async with self._slots:
             if self._is_closed:
                 raise RewardError("the reward's worker processes are closed")
-            child = self._idle.pop() if self._idle else await self._new_child()
+            child = await self._free_child()
             try:
                 score = await self._ask(child, Call(scorer, values))
             except BaseException:
@@ -103,6 +102,14 @@ class WorkerPool:
             child.kill()
             code = await child.wait()
             return Score(None, cause="crashed", detail=f"the process ended with {_ending(code)}")
+
+    async def _free_child(self) -> _Child:
+        while self._idle:
+            child = self._idle.pop()
+            if child.is_alive:
+                return child
+            await self._bury(child)
+        return await self._new_child()
 
     async def _new_child(self) -> _Child:
         child = await _Child.spawn()
@@ -160,6 +167,10 @@ class _Child:
         )
         return cls(process)
 
+    @property
+    def is_alive(self) -> bool:
+        return self._process.returncode is None
+
     async def ask(self, body: bytes) -> dict[str, Any]:
         """Send one request and read its reply. Raises EOFError or OSError if the child is dead."""
         self._requests.write(frame(body))
@@ -169,7 +180,7 @@ class _Child:
         return reply
 
     def kill(self) -> None:
-        if self._process.returncode is None:
+        if self.is_alive:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
         self._requests.close()

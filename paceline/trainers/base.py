@@ -56,8 +56,12 @@ class SingleTrainerConfig(Config):
     log-probs are computed in float32."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward: less memory, about a third more time."""
-    logprob_chunk_tokens: Annotated[int, Field(ge=1)] = 4096
-    """Trainable tokens whose logits over the vocabulary exist at one time."""
+    logprob_chunk_tokens: Annotated[int, Field(ge=1)] = 2048
+    """Trainable tokens whose logits over the vocabulary exist at one time. If a micro-batch has
+    more, the backward computes them anew. Changes memory and speed, not results."""
+    deterministic: bool = False
+    """On a GPU: use only kernels that add in a fixed order, so that a resumed run is bit-identical;
+    slower. On a CPU every run is."""
     threads: Annotated[int, Field(ge=1)] | None = None
     """CPU threads of torch; chosen at start when absent, recorded, and kept on resume."""
     device: str = "auto"

@@ -1,6 +1,10 @@
-"""Which device a run file means."""
+"""Which device a run file means, and kernels whose sums do not depend on chance."""
 
 from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -24,3 +28,19 @@ def resolve_device(name: str) -> torch.device:
             "or install a torch build with CUDA"
         )
     return device
+
+
+@contextmanager
+def fixed_order() -> Iterator[None]:
+    """Within it, CUDA kernels that add in an order of chance are replaced where torch can.
+
+    The switch is the process's; operations of others that have no such kernel warn and go on.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    was_on = torch.are_deterministic_algorithms_enabled()
+    warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was_on, warn_only=warned_only)

@@ -29,7 +29,7 @@ from paceline.algorithms.base import Algorithm
 from paceline.errors import ConfigError, TrainerError
 from paceline.observe.metrics import Metrics
 from paceline.trainers.base import Head, Place, SingleTrainerConfig
-from paceline.trainers.devices import resolve_device
+from paceline.trainers.devices import fixed_order, resolve_device
 from paceline.trainers.forward import CausalForward
 from paceline.trainers.inputs import check_columns, loss_inputs
 from paceline.trainers.layout import (
@@ -192,9 +192,11 @@ class SingleTrainer:
         check_columns(batch.rows, self._algorithm)
         tally = Tally()
         tally.part("loss", torch.zeros((), device=self._device))
+        fixed = self._config.deterministic and self._device.type != "cpu"
         try:
-            for micro in self._micro_batches(batch.rows, self._forwards["policy"]):
-                self._add_micro_batch(batch.rows, micro, tally)
+            with fixed_order() if fixed else nullcontext():
+                for micro in self._micro_batches(batch.rows, self._forwards["policy"]):
+                    self._add_micro_batch(batch.rows, micro, tally)
         except BaseException:
             self._optimizer.zero_grad()  # half a step's gradients would be added to the next one
             raise

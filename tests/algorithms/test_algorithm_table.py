@@ -3,10 +3,15 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+from batches import micro_batch, random_rollout, score_rollout
 
 from paceline.algorithms import ALGORITHMS
 from paceline.algorithms.base import Algorithm
+from paceline.algorithms.grpo import Grpo
+from paceline.algorithms.sft import Sft
+from paceline.observe.catalogue import describe
 
 
 @pytest.mark.parametrize("kind", ALGORITHMS)
@@ -27,3 +32,12 @@ def test_loading_the_table_loads_neither_torch_nor_numpy() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert found.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("algorithm", [Grpo(kl_coef=0.1, dual_clip=3.0), Sft()])
+def test_every_metric_is_in_the_catalogue(algorithm: Algorithm) -> None:
+    groups = random_rollout(np.random.default_rng(0))
+    inputs = micro_batch(score_rollout(groups, algorithm, seed=0))
+    names = [f"train/{name}" for name in algorithm.loss(inputs).means]
+    names += algorithm.credit(groups, "policy").metrics
+    assert [name for name in names if describe(name) is None] == []

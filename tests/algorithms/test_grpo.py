@@ -86,6 +86,15 @@ def test_dual_clip_bounds_negative_advantages_only(
     assert values_of(output)["dual_clip_fraction"] == (ratio == 4.0 and advantage < 0)
 
 
+def test_policy_loss_is_the_loss_without_its_other_terms() -> None:
+    inputs = inputs_of(
+        f64(-1.0, -1.0), advantages=[1.0, 3.0], weights=[0.2, 0.3], reference=[-3.0, -2.0]
+    )
+    output = Grpo(kl_coef=0.5).loss(inputs)
+    assert values_of(output)["policy_loss"] == pytest.approx(-(0.2 * 1 + 0.3 * 3) / 0.5)
+    assert output.loss.item() != pytest.approx(-1.1)
+
+
 def test_log_ratios_are_bounded_before_exp() -> None:
     logprobs = torch.tensor([-0.5], requires_grad=True)
     output = Grpo().loss(inputs_of(logprobs, old=[-200.5], advantages=[-1.0]))

@@ -98,21 +98,19 @@ def test_an_old_format_is_migrated_or_named(monkeypatch: pytest.MonkeyPatch) -> 
     old = make_state().to_json()
     old["main_policy"] = old.pop("leader")
     monkeypatch.setattr(state_module, "FORMAT", 2)
-    with pytest.raises(CheckpointError, match="format 1, which this version .* no longer reads"):
+    with pytest.raises(CheckpointError, match=r"format 1, which this version .* no longer reads"):
         RunState.from_json(old)
     monkeypatch.setitem(
         state_module.MIGRATIONS,
         1,
         lambda document: document | {"leader": document.pop("main_policy"), "format": 2},
     )
-    migrated = RunState.from_json(
-        {k: v for k, v in old.items()},
-    )
+    migrated = RunState.from_json(old)
     assert migrated.leader == "policy"
 
 
 def test_a_missing_key_is_named() -> None:
     document = make_state().to_json()
     del document["leader"]
-    with pytest.raises(CheckpointError, match="not a run state.*leader"):
+    with pytest.raises(CheckpointError, match=r"not a run state.*leader"):
         RunState.from_json(document)

@@ -30,6 +30,8 @@ class FakeSnapshots:
         self.retired: list[int] = []
         self.fails_to_take: Exception | None = None
         self.fails_to_retire: Exception | None = None
+        self.may_retire = asyncio.Event()
+        self.may_retire.set()
 
     async def take(self, step: int) -> int:
         if self.fails_to_take is not None:
@@ -39,6 +41,7 @@ class FakeSnapshots:
 
     async def retire(self, snapshot: int) -> None:
         self.retired.append(snapshot)
+        await self.may_retire.wait()
         if self.fails_to_retire is not None:
             raise self.fails_to_retire
 
@@ -305,3 +308,18 @@ def test_a_caller_that_is_cancelled_while_waiting_loses_no_snapshot() -> None:
         assert d.num_in_flight == 1
 
     drive(body, max_in_flight=1)
+
+
+def test_a_caller_that_is_cancelled_while_a_snapshot_is_freed_frees_it_once() -> None:
+    async def body(d: EvalDispatcher[int], evals: FakeEvals, snapshots: FakeSnapshots) -> None:
+        await d.dispatch(1, 1)
+        await evals.end(1)
+        snapshots.may_retire.clear()
+        call = asyncio.create_task(d.drain())
+        await let_others_run()
+        assert snapshots.retired == [1]
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    drive(body)

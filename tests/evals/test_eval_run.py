@@ -10,6 +10,7 @@ from batches import group_of, make_group, make_sample
 
 from paceline.evals.run import EvalResult, PreparedSet, run_eval, run_evals
 from paceline.evals_settings import EvalSet
+from paceline.observe.catalogue import describe
 from paceline.rollout.settings import OnFailure
 from paceline.types import Draw, Group, Prompt, Status
 
@@ -158,6 +159,11 @@ def test_metrics_of_a_result() -> None:
     assert values["eval/heldout/skipped"] == 0
     assert values["eval/heldout/samples"] == 4
     assert values == {k: v for k, v in measure_again(result).items() if k in values}
+
+
+def test_every_metric_is_in_the_catalogue() -> None:
+    result = measure(prepare(rewards([1.0, 0.0], [0.0, 0.0]), samples_per_prompt=2, pass_at=[2]))
+    assert [name for name in result.metrics() if describe(name) is None] == []
 
 
 def measure_again(result: EvalResult) -> dict[str, float]:

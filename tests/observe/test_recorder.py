@@ -198,6 +198,7 @@ def test_a_crash_at_any_write_loses_no_earlier_row(half_done: bool, tmp_path: Pa
             third = make(folder)
             third.start({"policy": 2})
             assert losses(folder) == [("policy", 1, 0.1), ("policy", 2, 0.2)]
+            assert {p.name for p in folder.iterdir()} <= {"metrics.jsonl", "events.jsonl"}
         else:
             assert at > 4, "the crashes must have reached every write"
             return

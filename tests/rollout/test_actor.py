@@ -180,6 +180,19 @@ def test_the_stop_text_is_cut_from_the_reply_alone() -> None:
     assert sample.text == "12. end"
 
 
+def test_the_token_that_ended_the_answer_is_not_in_the_reply() -> None:
+    prompt = Prompt(id="p", text="a=")
+    dot = ids(".")[0]
+
+    def answer(request: Request) -> Completion:
+        return Completion([*ids("12"), dot], [-1.0] * 3, [0] * 3, "stop", stop=dot)
+
+    actor, _ = make(answer, prompt=prompt)
+    reply = asyncio.run(actor(prompt))
+    assert (reply.text, reply.num_tokens) == ("12", 3)
+    assert actor.samples()[0].tokens[-1] == dot
+
+
 def test_an_aborted_answer_keeps_its_tokens_and_says_why() -> None:
     aborted = said("1", "abort")
     aborted.cause = "weights changed"
@@ -208,6 +221,13 @@ def test_refusals_and_broken_engines_are_told_apart() -> None:
     with pytest.raises(RuntimeError):
         asyncio.run(actor("hi"))
     assert str(actor.fatal) == "out of memory"
+    broken = EngineError("the engine failed")
+    broken.__cause__ = RuntimeError("out of memory")
+    actor, _ = make(lambda request: broken)
+    with pytest.raises(EngineError):
+        asyncio.run(actor("hi"))
+    assert actor.fatal is broken.__cause__
+    assert actor.refusal is None
 
 
 def test_columns_of_the_engine_that_do_not_fit_are_an_error() -> None:

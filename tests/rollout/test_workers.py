@@ -239,6 +239,21 @@ def test_closing_ends_all_processes_and_refuses_calls() -> None:
     asyncio.run(run())
 
 
+def test_a_process_that_died_while_idle_is_replaced_without_a_failed_call() -> None:
+    async def run() -> Score:
+        pool = WorkerPool({"f": pickled(hang_if_asked)}, num_workers=1, timeout_s=LONG_S)
+        try:
+            await pool.start()
+            (child,) = pool._children
+            os.kill(child.pid, signal.SIGKILL)
+            await child.wait()
+            return await pool.call("f", VALUES)
+        finally:
+            await pool.aclose()
+
+    assert asyncio.run(run()).value == 1.0
+
+
 def test_processes_start_only_as_calls_need_them() -> None:
     async def run() -> None:
         pool = WorkerPool({"f": pickled(hang_if_asked)}, num_workers=4, timeout_s=LONG_S)

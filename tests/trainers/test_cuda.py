@@ -53,11 +53,12 @@ def _on_cpu(tensors):
     ids=str,
 )
 def test_gradients_and_metrics_are_those_of_the_cpu(settings):
+    """As far as the model's parts in float32 (norms, rotary embedding) agree."""
     rows = random_rows()
     metrics, expected = gradients(make_trainer(), rows)
     found_metrics, found = gradients(_trainer(**settings), rows)
-    assert found_metrics == pytest.approx(metrics, rel=1e-9, abs=1e-12)
-    assert_close(_on_cpu(found), expected, 1e-9)
+    assert found_metrics == pytest.approx(metrics, rel=1e-5, abs=1e-9)
+    assert_close(_on_cpu(found), expected, 1e-5)
 
 
 @pytest.mark.parametrize("autocast", ["off", "bfloat16"])
@@ -72,21 +73,22 @@ def test_first_update_has_a_ratio_of_exactly_one(autocast):
 
 def test_on_the_host_it_holds_no_device_memory_and_comes_back_bit_for_bit():
     batches = [random_rows(seed=seed) for seed in range(4)]
-    straight = _trainer()
+    straight = _trainer(deterministic=True)
     expected = train(straight, batches)
-    held = torch.cuda.memory_allocated()
-    moved = _trainer(reference=model64(seed=3))
+    moved = _trainer(reference=model64(seed=3), deterministic=True)
     found = train(moved, batches[:2])
-    pointers = [p for p in moved._model.parameters()]
+    parameters = list(moved._model.parameters())
+    held, own = torch.cuda.memory_allocated(), sum(p.nbytes for p in parameters)
     for _ in range(2):
         asyncio.run(moved.place("host"))
-    assert torch.cuda.memory_allocated() <= held + 4096
+    # Weights, two moments and the reference.
+    assert torch.cuda.memory_allocated() <= held - 4 * own
     with pytest.raises(TrainerError, match='place\\("device"\\)'):
         gradients(moved, batches[0])
     with pytest.raises(TrainerError, match="on the host"):
         asyncio.run(moved.forward(batches[0], "policy"))
     asyncio.run(moved.place("device"))
-    assert all(a is b for a, b in zip(moved._model.parameters(), pointers, strict=True))
+    assert all(a is b for a, b in zip(moved._model.parameters(), parameters, strict=True))
     assert found + train(moved, batches[2:]) == expected
     assert_equal(weights(moved._model), weights(straight._model))
 
@@ -95,13 +97,13 @@ def test_on_the_host_it_holds_no_device_memory_and_comes_back_bit_for_bit():
 @pytest.mark.parametrize("saved_on", ["device", "host"])
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, dtype, saved_on):
     batches = [random_rows(seed=seed) for seed in range(4)]
-    straight = _trainer(tiny_model(dtype=dtype))
+    straight = _trainer(tiny_model(dtype=dtype), deterministic=True)
     expected = train(straight, batches)
-    first = _trainer(tiny_model(dtype=dtype))
+    first = _trainer(tiny_model(dtype=dtype), deterministic=True)
     train(first, batches[:2])
     asyncio.run(first.place(saved_on))
     asyncio.run(first.save(tmp_path))
-    second = _trainer(tiny_model(seed=5, dtype=dtype))
+    second = _trainer(tiny_model(seed=5, dtype=dtype), deterministic=True)
     asyncio.run(second.load(tmp_path))
     assert train(second, batches[2:]) == expected[2:]
     assert_equal(weights(second._model), weights(straight._model))
