@@ -24,9 +24,10 @@ from typing import Any, TypeVar, get_args
 
 from paceline import build
 from paceline.build import EvalReport, RunResult
-from paceline.config import RunFile, load_settings
+from paceline.config import RunFile, load_block, load_settings
 from paceline.config.checks import GIVEN_EVAL_SET, Purpose
 from paceline.config.source import Table, merge, nested
+from paceline.engines.base import Sampling
 from paceline.errors import ConfigError
 from paceline.rollout.settings import ScorerKind
 from paceline.types import Message, Prompt
@@ -114,21 +115,24 @@ def generate(
     *,
     max_tokens: int = 256,
     temperature: float = 1.0,
+    sampling: Mapping[str, Any] | None = None,
     seed: int = 0,
     settings: Mapping[str, Any] | None = None,
     **blocks: Any,
 ) -> list[str]:
     """One answer to each text or chat, in their order; to a single text, a list of one.
 
-    Other sampling settings are keys of a run file: settings={"rollout.sampling.stop": ["\\n"]}.
+    sampling: further keys of `rollout.sampling`, such as {"top_p": 0.9, "stop": ["\\n"]}.
     """
-    own = _run_settings(model, "generate", None, None)
-    own["rollout"] = {"sampling": {"max_tokens": max_tokens, "temperature": temperature}}
-    run_file = _load(own, settings, blocks, _Given(), "generate")
+    drawn = {"max_tokens": max_tokens, "temperature": temperature, **(sampling or {})}
+    checked = load_block(Sampling, drawn, "sampling")
+    run_file = _load(
+        _run_settings(model, "generate", None, None), settings, blocks, _Given(), "generate"
+    )
     asked = [prompts] if isinstance(prompts, str) else list(prompts)
-    model_config, engine = run_file.located_model, run_file.engine
-    sampling = run_file.rollout.sampling
-    return _outside_a_loop(lambda: build.generate(model_config, engine, asked, sampling, seed=seed))
+    return _outside_a_loop(
+        lambda: build.generate(run_file.located_model, run_file.engine, asked, checked, seed=seed)
+    )
 
 
 class _Given:

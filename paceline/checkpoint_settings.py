@@ -34,8 +34,8 @@ class CheckpointConfig(Config):
     """Touching this file asks for a save at the end of the running step; relative to the run's
     folder. The checkpoint is durable when neither it nor `<file>.claimed` is there any more."""
     verify: Literal["hash", "size"] = "hash"
-    """What is compared before a checkpoint is trusted. `hash` reads all of it, about 1 GB/s a
-    core; `size` only looks at the sizes of its files."""
+    """What is compared before a checkpoint is trusted. `hash` reads all of it, 0.4 to 1
+    GB/s a core; `size` only looks at the sizes of its files."""
 
     @field_validator("best_metric")
     @classmethod

@@ -148,8 +148,11 @@ class CheckpointStore:
         self._awaited.add(step)
 
     def forgo(self, step: int) -> None:
-        """No score will come for this checkpoint."""
-        self._awaited.discard(step)
+        """No score will come for this checkpoint: it stays only if a rule keeps it."""
+        if step in self._awaited:
+            self._awaited.discard(step)
+            with self._disk_errors("delete checkpoints"):
+                self._apply_retention()
 
     def record(self, step: int, values: Mapping[str, float]) -> Best | None:
         """Take the numbers measured at `step`; returns the best if this made a new one.
@@ -160,10 +163,11 @@ class CheckpointStore:
         with self._disk_errors(f"record the score of step {step}"):
             # What a save that was cut short left to delete must not compete.
             self._apply_retention()
-        self._awaited.discard(step)
         name = self.config.best_metric
         if name is None or name not in values or step not in self.steps():
+            self.forgo(step)
             return None
+        self._awaited.discard(step)
         before = self.best()
         there = {s for s in self.steps() if self._current is None or s <= self._current}
         scores = {s: value for s, value in self._scores().items() if s in there}

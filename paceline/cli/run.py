@@ -12,8 +12,9 @@ import typer
 
 from paceline.cli.options import Best, Debug, Overrides, RunFilePath, Step
 from paceline.cli.tables import describe_report, describe_result
-from paceline.config import RunFile, load_run_file, load_settings, render_run_file
+from paceline.config import RunFile, load_block, load_run_file, load_settings, render_run_file
 from paceline.config.source import read_toml
+from paceline.engines.base import Sampling
 from paceline.errors import ConfigError
 
 Resume = Annotated[
@@ -199,16 +200,12 @@ def generate(
     prompts = prompt or [line.rstrip("\n") for line in sys.stdin]
     if not prompts:
         raise ConfigError("there is no prompt: add --prompt, or write lines to stdin")
+    drawn = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
+    sampling = load_block(Sampling, drawn, "sampling")
     found = find_target(target, step=step, best=best)
-    settings = {
-        "model.path": found.model,
-        "rollout.sampling": {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p},
-    }
-    run_file = load_settings(settings, purpose="generate")
+    run_file = load_settings({"model.path": found.model}, purpose="generate")
     from paceline import build
 
-    answers = build.generate(
-        run_file.located_model, run_file.engine, prompts, run_file.rollout.sampling, seed=seed
-    )
+    answers = build.generate(run_file.located_model, run_file.engine, prompts, sampling, seed=seed)
     for question, answer in zip(prompts, answers, strict=True):
         typer.echo(f"> {question}\n{answer}\n" if len(prompts) > 1 else answer)

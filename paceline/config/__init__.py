@@ -7,6 +7,7 @@ All errors of a run file are found before any is raised, and raised as one `Conf
 
 from paceline.config.blocks import RunConfig, RunFile
 from paceline.config.load import (
+    load_block,
     load_run_file,
     load_settings,
     render_run_file,
@@ -16,6 +17,7 @@ from paceline.config.load import (
 __all__ = [
     "RunConfig",
     "RunFile",
+    "load_block",
     "load_run_file",
     "load_settings",
     "render_run_file",

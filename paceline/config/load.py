@@ -16,11 +16,10 @@ from paceline.config.blocks import RunFile
 from paceline.config.check_paths import PATH_CHECKS
 from paceline.config.checks import CHECKS, Purpose, Situation, run_checks
 from paceline.config.fields import config_classes
-from paceline.config.problems import KeyPath, Places, Problem, raise_problems
+from paceline.config.problems import KeyPath, Places, Problem, config_error
 from paceline.config.repair import rest_of
 from paceline.config.source import Table, apply_overrides, nested, read_toml
 from paceline.config.translate import not_numbers, translate
-from paceline.errors import ConfigError
 from paceline.types import Config
 
 C = TypeVar("C", bound=Config)
@@ -67,14 +66,17 @@ def load_settings(
 
 
 def load_block(cls: type[C], values: Mapping[str, Any], name: str) -> C:
-    """One block by itself, with the errors of a run file. Example: load_block(Sampling, {}, "s")"""
+    """One block by itself, with the errors of a run file.
+
+    Example: load_block(Sampling, {"temperature": 0}, "sampling")
+    """
     tables = _plain(values)
     try:
         return cls.model_validate(tables)
     except ValidationError as error:
         found = translate(error, cls, tables)
-    raise_problems([Problem((name, *p.path), p.text) for p in found], Places())
-    raise ConfigError(f"{name} is wrong")
+        problems = [Problem((name, *problem.path), problem.text) for problem in found]
+        raise config_error(problems, Places()) from None
 
 
 def _plain(value: Any) -> Any:
@@ -120,7 +122,8 @@ def _assemble(
     problems += run_checks((*CHECKS, *PATH_CHECKS), run_file, wrong, situation)
     named = {problem.path for problem in problems}
     problems += [problem for problem in not_numbers(tables) if problem.path not in named]
-    raise_problems(problems, places)
+    if problems:
+        raise config_error(problems, places)
     return run_file
 
 

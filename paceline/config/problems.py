@@ -66,10 +66,8 @@ def dotted(path: Iterable[str | int]) -> str:
     return text
 
 
-def raise_problems(problems: Sequence[Problem], places: Places) -> None:
-    """One ConfigError that lists all problems in the order of the file; none if there are none."""
-    if not problems:
-        return
+def config_error(problems: Sequence[Problem], places: Places) -> ConfigError:
+    """One error that lists all problems, in the order of the file."""
     unique = sorted(dict.fromkeys(problems), key=lambda problem: places.order(problem.path))
     count = f"{len(unique)} errors" if len(unique) > 1 else "1 error"
     lines = [f"{places.file or 'settings'}: {count}"]
@@ -77,4 +75,4 @@ def raise_problems(problems: Sequence[Problem], places: Places) -> None:
         place = places.describe(problem.path)
         head = f"{dotted(problem.path)} ({place})" if place else dotted(problem.path)
         lines.append(f"  {head}: {problem.text}" if head else f"  {problem.text}")
-    raise ConfigError("\n".join(lines))
+    return ConfigError("\n".join(lines))

@@ -253,7 +253,10 @@ def unknown_key(path: KeyPath, root: type[Config], tables: Any) -> str:
     owner = class_at(root, tables, path[:-1])
     names = list(owner.model_fields) if owner else []
     block = dotted(path[:-1])
-    what = "unknown key" if block else "unknown block or key"
+    holds_blocks = owner is not None and all(
+        config_classes(field.annotation) for field in owner.model_fields.values()
+    )
+    what = "unknown block or key" if holds_blocks else "unknown key"
     if other := _other_kind(path, root, name):
         kind = kind_of(owner) if owner else None
         return f"{what}: it belongs to kind {join_words(other)}, and {block}.kind is {kind!r}"

@@ -69,7 +69,7 @@ class Run:
         return step >= self.cadence.num_steps or self.stream.num_left == 0
 
     def is_save_due(self, step: int) -> bool:
-        return due(step, self.cadence.save_every, self.epoch_ended, self.is_last(step))
+        return step > 0 and due(step, self.cadence.save_every, self.epoch_ended, self.is_last(step))
 
     def is_eval_due(self, step: int) -> bool:
-        return due(step, self.cadence.eval_every, self.epoch_ended, self.is_last(step))
+        return step > 0 and due(step, self.cadence.eval_every, self.epoch_ended, self.is_last(step))

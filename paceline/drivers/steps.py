@@ -29,6 +29,8 @@ async def start(run: Run) -> None:
     elif run.recorder.is_open(run.policy.name):
         await evaluate_if_due(run, run.step)
         run.recorder.end_step(run.policy.name, run.policy.version)
+    else:
+        run.evaluated_step = run.step
 
 
 async def collect(run: Run, step: int) -> RolloutBatch:
@@ -138,6 +140,7 @@ def _take_results(run: Run, step: int, results: list[EvalResult]) -> None:
     values: dict[str, float] = {}
     for result in results:
         metrics = result.metrics()
+        metrics.max(f"eval/{result.name}/step", result.step)
         run.recorder.log(run.policy.name, metrics)
         values |= metrics.values()
         if result.skipped is not None:

@@ -32,7 +32,9 @@ class Job:
     ahead: dict[bytes, IntArray] = field(default_factory=dict)
     """Prompts that wait, to be computed together with those admitted if there is room."""
     released: set[bytes] = field(default_factory=set)
-    """Prompts of `admit` that nobody waits for any more."""
+    """Prompts that nobody waits for any more after `admit`."""
+    recomputes: bool = False
+    """Compute keys and values of running sequences anew, with the weights as they are now."""
 
 
 @dataclass(slots=True)
@@ -65,8 +67,6 @@ class Batch:
         """Stamped on each token; changed by the engine between jobs."""
         self.is_interrupted = False
         """Set by the event loop: end the job at the next step boundary."""
-        self.is_stale = False
-        """Keys and values must be computed anew before the next step."""
         self.counts = Counts()
         self.cache = SlotCache(max_batch, max_positions)
         self._model = model
@@ -76,6 +76,8 @@ class Batch:
         self._owns_tokenizer = False
         self._rows: list[Generation | None] = []
         self._holes: list[int] = []
+        self._is_dropped = False
+        """Running sequences have lost their keys and values."""
         self._settings: RowSettings | None = None
         self._seen: dict[Generation, Tensor] = {}
         self._prefixes: dict[bytes, tuple[Prefill, int, int]] = {}
@@ -100,7 +102,7 @@ class Batch:
         """
         with self._model.evaluating():
             self._free_cancelled()
-            if self.is_stale:
+            if job.recomputes or self._is_dropped:
                 self._recompute()
             finished = self._admit(job)
             self._compact()
@@ -114,11 +116,9 @@ class Batch:
         with self._model.evaluating():
             return self._model.score(rows, temperatures, self._max_prefill_tokens)
 
-    def abort(self, cause: str) -> list[Generation]:
-        """End all running sequences with what they have."""
+    def clear(self) -> list[Generation]:
+        """Free all slots; return the sequences that were in them."""
         running = [row for row in self._rows if row is not None]
-        for sequence in running:
-            sequence.finish, sequence.cause = "abort", cause
         self._rows, self._holes, self._settings = [], [], None
         self._seen.clear()
         self._prefixes.clear()
@@ -132,7 +132,7 @@ class Batch:
         """Free all keys and values; running sequences are computed anew at the next job."""
         self._prefixes.clear()
         self.cache.drop()
-        self.is_stale = bool(self._rows)
+        self._is_dropped = True
 
     def _free_cancelled(self) -> None:
         for slot, row in enumerate(self._rows):
@@ -168,7 +168,7 @@ class Batch:
         for part in plan_batches([len(c) for c in contexts], self._max_prefill_tokens):
             prefill = self._prefill([contexts[i] for i in part])
             self._place(prefill, list(range(len(part))), [slots[i] for i in part])
-        self.is_stale = False
+        self._is_dropped = False
 
     def _prefill(self, prompts: list[IntArray]) -> Prefill:
         self.counts.prefill_tokens += sum(map(len, prompts))

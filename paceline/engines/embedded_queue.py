@@ -120,7 +120,7 @@ class Intake:
     eos_token_ids: frozenset[int]
     has_tokenizer: bool
 
-    def generation(self, request: Request) -> Generation:
+    def generation(self, request: Request, future: asyncio.Future[Completion]) -> Generation:
         """Check a request; its `limit` is below 1 if the prompt leaves no room for a token."""
         prompt = self.checked(request.tokens, "prompt")
         sampling = request.sampling
@@ -138,7 +138,7 @@ class Intake:
             limit=room,
             end_ids=frozenset() if sampling.ignore_eos else end_ids,
             stop=() if sampling.ignore_eos else sampling.stop,
-            future=asyncio.get_running_loop().create_future(),
+            future=future,
         )
 
     def checked(self, tokens: Sequence[int], what: str) -> IntArray:

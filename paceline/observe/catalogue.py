@@ -48,6 +48,11 @@ CATALOGUE: dict[str, Meaning] = {
     "eval/<set>/reward/low": Meaning("Lower end of its 95 % interval, by prompt", "", "the set"),
     "eval/<set>/samples": Meaning("Scored answers", "answers", "sum over the set"),
     "eval/<set>/skipped": Meaning("1 if the eval failed and has no numbers, else 0", "", "the set"),
+    "eval/<set>/step": Meaning(
+        "Step whose weights were measured; with `evals.background` it lies before the row's",
+        "steps",
+        "the set",
+    ),
     "eval/<set>/truncated": Meaning(
         "Answers that ended at the token limit", "share", "mean over scored answers"
     ),

@@ -94,7 +94,7 @@ def _git(folder: Path) -> dict[str, JsonValue] | None:
 def _run_git(folder: Path, *words: str) -> str | None:
     try:
         result = subprocess.run(
-            ["git", "-C", str(folder), *words],
+            ["git", "--no-optional-locks", "-C", str(folder), *words],
             capture_output=True,
             text=True,
             timeout=GIT_TIMEOUT_S,

@@ -73,7 +73,8 @@ class Recorder:
 
         Rows after them are cut off, since those steps are done again. Where the row of such a step
         is missing and `pending` has its numbers, the step is open again and `end_step` is due. A
-        fresh start moves the rows that an older one left to `metrics.jsonl.old`.
+        fresh start moves the rows that an older one left to `metrics.jsonl.old`. Each start is an
+        event.
         """
         self._events.keep(lambda event: True)
         if not steps:
@@ -90,6 +91,7 @@ class Recorder:
             self._samples.start(max(steps.values(), default=-1))
         for sink in self._sinks:
             sink.start(self._last_step)
+        self.event("start", steps=dict(steps))
 
     def begin_step(self, policy: str, step: int) -> None:
         """Open a step of a policy; ValueError unless it comes after all rows of the policy."""

@@ -22,5 +22,5 @@ class ObserveConfig(Config):
     samples: Literal["all", "none"] = "all"
     """`all`: keep the samples of every step in `samples/`, for `paceline inspect`."""
     max_samples_per_step: Annotated[int, Field(ge=1)] | None = None
-    """Keep at most this many samples of a step, in the order of their draws; absent: all. About
-    10 bytes a token on disk."""
+    """Keep at most this many samples of a step, in the order of their draws; absent: all. Up to
+    about 10 bytes a token on disk."""

@@ -60,8 +60,8 @@ class SingleTrainerConfig(Config):
     """Trainable tokens whose logits over the vocabulary exist at one time. If a micro-batch has
     more, the backward computes them anew. Changes memory and speed, not results."""
     deterministic: bool = False
-    """On a GPU: use only kernels that add in a fixed order, so that a resumed run is bit-identical;
-    slower. On a CPU every run is."""
+    """On a GPU: use only kernels that add in a fixed order, so that a resumed run is bit-identical.
+    Not where sampling overlaps training in one process. On a CPU every run is bit-identical."""
     threads: Annotated[int, Field(ge=1)] | None = None
     """CPU threads of torch; chosen at start when absent, recorded, and kept on resume."""
     device: str = "auto"

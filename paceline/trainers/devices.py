@@ -32,14 +32,14 @@ def resolve_device(name: str) -> torch.device:
 
 @contextmanager
 def fixed_order() -> Iterator[None]:
-    """Within it, CUDA kernels that add in an order of chance are replaced where torch can.
+    """Within it, CUDA kernels that add in an order of chance are replaced, or raise.
 
-    The switch is the process's; operations of others that have no such kernel warn and go on.
+    The switch is the process's: what else runs on the GPU meanwhile is held to it as well.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     was_on = torch.are_deterministic_algorithms_enabled()
     warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:

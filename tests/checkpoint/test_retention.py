@@ -96,9 +96,14 @@ def test_a_checkpoint_whose_eval_still_runs_stays(tmp_path: Path) -> None:
     assert run.store.steps() == [1, 3]
     run.store.record(1, {"train/loss": 0.9})
     run.store.await_score(3)
-    run.store.forgo(3)
     run.save(4)
+    assert run.store.steps() == [1, 3, 4]
+    run.store.forgo(3)
     assert run.store.steps() == [1, 4]
+    run.store.await_score(4)
+    run.save(5)
+    assert run.store.record(4, {"train/lr": 0.1}) is None
+    assert run.store.steps() == [1, 5]
 
 
 def test_scores_survive_a_restart_unless_the_metric_changes(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import pytest
 from crashing import Crash, CrashingFiles, FastFiles
 
 from paceline.errors import PacelineError
-from paceline.observe.files import Files
 from paceline.observe.jsonl import read_rows
 from paceline.observe.metrics import Metrics
 from paceline.observe.recorder import Recorder, peak_memory_mib
@@ -217,14 +216,20 @@ def test_a_damaged_line_is_dropped_with_a_warning(
     assert "metrics.jsonl:1" in caplog.text
 
 
-class FullDisk(Files):
+class FullDisk(FastFiles):
+    is_full = False
+
     def append(self, path: Path, data: bytes) -> None:
-        raise OSError(28, "No space left on device", str(path))
+        if self.is_full:
+            raise OSError(28, "No space left on device", str(path))
+        super().append(path, data)
 
 
 def test_a_row_that_can_not_be_written_is_an_error(tmp_path: Path) -> None:
-    recorder = make(tmp_path, files=FullDisk())
+    files = FullDisk()
+    recorder = make(tmp_path, files=files)
     recorder.start({})
+    files.is_full = True
     with pytest.raises(PacelineError, match=r"metrics\.jsonl: .*No space left"):
         one_step(recorder, 1, 0.1)
     with pytest.raises(PacelineError, match=r"events\.jsonl"):
@@ -295,14 +300,16 @@ def test_tokens_per_second_are_of_the_whole_step(tmp_path: Path) -> None:
 def test_events_have_a_time_and_survive_a_torn_line(tmp_path: Path) -> None:
     recorder = make(tmp_path, now=lambda: 86400.25)
     recorder.start({})
-    recorder.event("start", step=3)
+    recorder.event("save", step=3)
     path = tmp_path / "events.jsonl"
     path.write_bytes(path.read_bytes() + b'{"time"')
     again = make(tmp_path, now=lambda: 86401.0)
-    again.start({})
+    again.start({"policy": 3})
     again.event("end")
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
-        {"time": "1970-01-02T00:00:00.250+00:00", "kind": "start", "step": 3},
+        {"time": "1970-01-02T00:00:00.250+00:00", "kind": "start", "steps": {}},
+        {"time": "1970-01-02T00:00:00.250+00:00", "kind": "save", "step": 3},
+        {"time": "1970-01-02T00:00:01.000+00:00", "kind": "start", "steps": {"policy": 3}},
         {"time": "1970-01-02T00:00:01.000+00:00", "kind": "end"},
     ]
 
