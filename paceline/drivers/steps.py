@@ -20,6 +20,7 @@ async def start(run: Run) -> None:
     eval, if one was due, was lost with the process.
     """
     run.first_step = run.step + 1
+    run.recorder.event("start", after_step=run.step, version=run.policy.trainer.version)
     await publish(run)
     if run.step == 0:
         if run.cadence.eval_first:
@@ -49,9 +50,8 @@ async def learn(run: Run, step: int, batch: RolloutBatch) -> None:
     with run.recorder.phase("learn"):
         credit, metrics = await run.policy.learn(batch.groups)
     run.recorder.log(run.policy.name, metrics)
-    run.recorder.samples(
-        step, run.policy.name, batch.groups, credit.advantages, batch.dropped
-    )
+    unused = [*batch.dropped, *((group, "surplus") for group in batch.discarded)]
+    run.recorder.samples(step, run.policy.name, batch.groups, credit.advantages, unused)
     run.last_samples = [sample for group in batch.groups for sample in group.samples()]
     batch.groups.clear()
 
@@ -95,6 +95,7 @@ async def end(run: Run) -> None:
         await _save(run, run.step)
     if run.is_eval_due(run.step) and run.evaluated_step != run.step:
         await _evaluate(run, run.step)
+    run.recorder.event("end", step=run.step, version=run.policy.trainer.version)
 
 
 async def _save(run: Run, step: int) -> None:
@@ -121,6 +122,7 @@ async def _save(run: Run, step: int) -> None:
             run.store.await_score(step)
         run.store.commit(staged)
     run.save_request.acknowledge()
+    run.recorder.event("saved", step=step)
     run.saved_step = step
 
 
@@ -145,6 +147,7 @@ def _take_results(run: Run, step: int, results: list[EvalResult]) -> None:
         values |= metrics.values()
         if result.skipped is not None:
             logger.warning("eval %r at step %d was left out: %s", result.name, step, result.skipped)
+            run.recorder.event("eval_skipped", step=step, set=result.name, reason=result.skipped)
     run.first_evals = run.first_evals or values
     run.last_evals = values
     run.store.record(step, values)

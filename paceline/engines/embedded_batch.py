@@ -203,7 +203,8 @@ class Batch:
             fill(prefill, enumerate(keys))
         for key in job.released:
             self._prefixes.pop(key, None)
-        return self._draw(torch.cat(logits), slots)
+        settings = row_settings(self._sampling[:, slots], self._model.device)
+        return self._draw(torch.cat(logits), slots, settings, self._uniforms(slots))
 
     def _take_slot(self, sequence: Generation) -> int:
         if self._holes:
@@ -273,29 +274,33 @@ class Batch:
         n = len(self._rows)
         longest = int(self._position[:n].max()) + 1
         self.cache.reserve(longest)
+        if self._settings is None:
+            self._settings = row_settings(self._sampling[:, :n], self._model.device)
+        # Before the forward: on a GPU each transfer waits for what was launched.
+        uniform_N = self._uniforms(slice(n))
         logits_NV = self._model.decode(self.cache, self._token[:n], self._position[:n], longest)
         self.counts.decode_steps += 1
         self.counts.decode_tokens += n
-        return self._draw(logits_NV, None)
+        return self._draw(logits_NV, list(range(n)), self._settings, uniform_N)
 
-    def _draw(self, logits_KV: Tensor, slots: list[int] | None) -> list[Generation]:
-        """Sample the next token of the given slots, or of all rows; return what ended."""
-        index: Any = slice(len(self._rows)) if slots is None else np.array(slots)
-        settings = self._settings if slots is None else None
-        if settings is None:
-            settings = row_settings(self._sampling[:, index], self._model.device)
-            self._settings = settings if slots is None else None
-        rows = self._rows if slots is None else [self._rows[slot] for slot in slots]
-        uniform_K = torch.from_numpy(uniforms(self._stream[index], self._count[index]))
+    def _uniforms(self, index: Any) -> Tensor:
+        drawn = uniforms(self._stream[index], self._count[index])
+        return torch.from_numpy(drawn).to(self._model.device)
+
+    def _draw(
+        self, logits_KV: Tensor, slots: list[int], settings: RowSettings, uniform_K: Tensor
+    ) -> list[Generation]:
+        """Sample the next token of the given slots; return what ended."""
+        rows = [self._rows[slot] for slot in slots]
         seen = [self._seen[rows[i]] for i in settings.penalised_rows]  # type: ignore[index]
-        token_K, logprob_K = sample(logits_KV, settings, uniform_K.to(logits_KV.device), seen)
+        token_K, logprob_K = sample(logits_KV, settings, uniform_K, seen)
         for seen_V, i in zip(seen, settings.penalised_rows, strict=True):
-            seen_V[token_K[i]] = True
+            seen_V[token_K[i : i + 1]] = True
         drawn_2K = torch.stack((token_K.double(), logprob_K)).cpu().numpy()  # the step's one sync
         tokens = drawn_2K[0].astype(np.int64)
-        self._token[index] = tokens
-        self._position[index] += 1
-        self._count[index] += 1
+        self._token[slots] = tokens
+        self._position[slots] += 1
+        self._count[slots] += 1
         finished = []
         for i, (row, token, logprob) in enumerate(
             zip(rows, tokens.tolist(), drawn_2K[1].tolist(), strict=True)
@@ -303,7 +308,7 @@ class Batch:
             assert row is not None
             if self._append(row, token, logprob):
                 finished.append(row)
-                self._end(i if slots is None else slots[i], row)
+                self._end(slots[i], row)
         return finished
 
     def _end(self, slot: int, sequence: Generation) -> None:

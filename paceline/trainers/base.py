@@ -73,7 +73,7 @@ class Trainer(Protocol):
 
     @property
     def version(self) -> int:
-        """Optimizer steps done, over all restarts."""
+        """Optimizer steps done over all restarts, skipped ones included: it always rises."""
 
     async def forward(self, rows: list[Row], head: Head) -> list[FloatArray]:
         """Per row and token: log-probs of the policy or the reference, or a critic's values.
@@ -85,7 +85,10 @@ class Trainer(Protocol):
         """Gradients of all micro-batches of one optimizer step."""
 
     async def optim_step(self) -> StepReport:
-        """Clip, step, advance the schedule, raise the version. Skips on a non-finite gradient."""
+        """Clip, step, advance the schedule, raise the version.
+
+        A non-finite gradient raises the version alone: weights, moments and schedule stay.
+        """
 
     async def send(self, plan: WeightPlan) -> WeightPlan:
         """Hand the weights over along the plan; returns it with what receivers need."""

@@ -158,12 +158,17 @@ class SingleTrainer:
 
     async def _run(self, work: Callable[[], Result]) -> Result:
         """Call it in the trainer's thread. Cancelled: the thread is idle before this raises."""
-        self._stop.clear()
-        future = asyncio.get_running_loop().run_in_executor(self._thread, work)
+        stop = Event()
+
+        def job() -> Result:
+            self._stop = stop
+            return work()
+
+        future = asyncio.get_running_loop().run_in_executor(self._thread, job)
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
-            self._stop.set()
+            stop.set()
             await asyncio.wait([future])
             if not future.cancelled() and (error := future.exception()) is not None:
                 logger.debug("a cancelled call of the trainer ended with %r", error)

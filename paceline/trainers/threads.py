@@ -14,7 +14,7 @@ import torch
 
 MIN_GAIN = 1.15
 """More threads must be this much faster, or one is taken: the rest is left to other work."""
-BUDGET_S = 0.25
+BUDGET_S = 0.2
 """The whole measurement ends by then."""
 
 

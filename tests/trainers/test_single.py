@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import threading
 
 import numpy as np
 import pytest
@@ -336,6 +337,19 @@ def test_threads_are_set_for_the_trainers_own_thread():
     finally:
         torch.set_num_threads(before)
     assert seen == [before + 1]
+
+
+def test_closing_ends_the_thread_and_may_be_repeated():
+    async def run() -> None:
+        trainer = make_trainer()
+        await trainer.forward(random_rows(), "policy")
+        await trainer.aclose()
+        await trainer.aclose()
+        with pytest.raises(RuntimeError, match="shutdown"):
+            await trainer.forward(random_rows(), "policy")
+
+    asyncio.run(run())
+    assert not [t for t in threading.enumerate() if t.name.startswith("trainer")]
 
 
 def test_configuration_has_documented_fields_and_infinite_clip():
