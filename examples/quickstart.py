@@ -21,6 +21,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
 import paceline
+from paceline.build import RunResult
 from paceline.types import Prompt
 
 FORGET_CARRY = 0.8
@@ -84,7 +85,7 @@ def careless_rows(prompts: list[Prompt], seed: int) -> list[Prompt]:
     return rows
 
 
-def show(result: paceline.RunResult, minutes: float) -> None:
+def show(result: RunResult, minutes: float) -> None:
     """The table, three answers, and where everything is."""
     console = Console()
     before, after = result.first_evals["eval/eval/reward"], result.evals["eval/eval/reward"]

@@ -18,6 +18,9 @@ A message says what was found, where, and what to do.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class PacelineError(Exception):
     """Base of all errors that are meant for the user."""
@@ -71,3 +74,16 @@ class MissingExtraError(PacelineError, ImportError):
             f"{feature} needs the package {package!r}, which is not installed: "
             f"run `pip install 'paceline[{extra}]'`"
         )
+
+
+def nearest_hint(name: str, known: Iterable[str], *, few: int = 12) -> str:
+    """The end of a message about an unknown name: the known one that looks like it.
+
+    Without such a one, the first `few` of all known names. Example: "; did you mean 'answer'?"
+    """
+    names = sorted(set(known))
+    if near := difflib.get_close_matches(name, names, n=1):
+        return f"; did you mean {near[0]!r}?"
+    if not names or not few:
+        return ""
+    return "; there is " + ", ".join(map(repr, names[:few])) + (", ..." if names[few:] else "")

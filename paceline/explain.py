@@ -12,7 +12,7 @@ from functools import cache
 
 from paceline.config import RunFile
 from paceline.config.fields import Key, class_doc, join_words, keys_of, kind_of, type_words
-from paceline.config.translate import SYNONYMS, nearest
+from paceline.config.names import SYNONYMS, nearest
 from paceline.errors import ConfigError
 from paceline.observe.catalogue import describe
 from paceline.observe.catalogue import nearest as nearest_metrics

@@ -50,21 +50,47 @@ def load_model(
     `seed` matters with `random_init` only: it decides the weights. Raises ConfigError if the model
     can not be found or loaded, or if its files lack weights.
     """
-    source = _locate(config.path, key="model.path", needs="config.json")
-    try:
-        with _without_progress_bars():
-            model, missing = _create(config, source, seed)
-    except Exception as error:  # whatever the files hold; transformers raises many kinds
-        trust = config.trust_remote_code
-        raise _load_error("model", "model.path", config.path, trust, error) from error
-    if missing:
-        raise ConfigError(
-            f"model.path = {config.path!r}: {len(missing)} tensors are missing from its weight "
-            f"files ({', '.join(missing[:5])}); use a complete copy of the model, or set "
-            "model.random_init = true to draw all weights from the seed"
-        )
+    model, missing = _load(config, seed, "model")
+    _refuse_missing(config, missing, "model")
     loaded: PreTrainedModel = model.to(device).eval()
     return loaded
+
+
+def load_body(config: ModelConfig, *, seed: int, key: str) -> PreTrainedModel:
+    """The same without its head over the vocabulary, whose weights may be missing; on the CPU.
+
+    key: the block of the run file that `config` stands in, for errors.
+    """
+    model, missing = _load(config, seed, key)
+    body: PreTrainedModel = model.base_model
+    if body is model:
+        raise ConfigError(
+            f"{key}.path = {config.path!r}: {type(model).__name__} has no body apart from its "
+            "head, on which a critic could be built; use another model"
+        )
+    own = f"{model.base_model_prefix}."
+    _refuse_missing(config, [name for name in missing if name.startswith(own)], key)
+    return body.eval()
+
+
+def _load(config: ModelConfig, seed: int, key: str) -> tuple[Any, list[str]]:
+    """The model, and the names of tensors that its files lack."""
+    source = _locate(config.path, key=f"{key}.path", needs="config.json")
+    try:
+        with _without_progress_bars():
+            return _create(config, source, seed)
+    except Exception as error:  # whatever the files hold; transformers raises many kinds
+        trust = config.trust_remote_code
+        raise _load_error("model", f"{key}.path", config.path, trust, error) from error
+
+
+def _refuse_missing(config: ModelConfig, missing: list[str], key: str) -> None:
+    if missing:
+        raise ConfigError(
+            f"{key}.path = {config.path!r}: {len(missing)} tensors are missing from its weight "
+            f"files ({', '.join(missing[:5])}); use a complete copy of the model, or set "
+            f"{key}.random_init = true to draw all weights from the seed"
+        )
 
 
 def _create(config: ModelConfig, source: str, seed: int) -> tuple[Any, list[str]]:
@@ -238,7 +264,8 @@ def _load_error(what: str, key: str, named: str, trust: bool, error: Exception) 
             "spelling, the network and your access, or download it and give the folder"
         )
     if "trust_remote_code" in str(error) and not trust:
-        advice = "set model.trust_remote_code = true if you trust the code that comes with it"
+        block = key.rpartition(".")[0]
+        advice = f"set {block}.trust_remote_code = true if you trust the code that comes with it"
     return ConfigError(f"{key} = {named!r}: the {what} can not be loaded: {reason} ({advice})")
 
 

@@ -193,7 +193,17 @@ class Row:
     old_logprobs_T: FloatArray | None = None
     reference_logprobs_T: FloatArray | None = None
     values_T: FloatArray | None = None
+    """A critic's prediction before each token, made before the first update."""
+    final_value: float | None = None
+    """A critic's prediction after the last token: what a truncated answer may still earn."""
     returns_T: FloatArray | None = None
+    """What the critic should have predicted."""
+    teacher_logprobs_T: FloatArray | None = None
+    """A teacher's, at this row's temperature."""
+    teacher_ids_TK: IntArray | None = None
+    """The K tokens that a teacher finds most likely at each position."""
+    teacher_top_logprobs_TK: FloatArray | None = None
+    """The teacher's log-probs of those, at this row's temperature."""
     temperature: float = 1.0
     episode: tuple[str, int] = ("", 0)
     """(prompt id, episode index): rows of one episode share it."""

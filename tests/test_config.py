@@ -19,7 +19,7 @@ from paceline.config import (
     write_run_file,
 )
 from paceline.config.fields import keys_of
-from paceline.config.translate import SYNONYMS
+from paceline.config.names import SYNONYMS
 from paceline.errors import ConfigError
 
 FULL = """\
@@ -157,7 +157,7 @@ max_prefill_tokens = 3
 [rollout]
 samples_per_prompt = 1
 max_refills = 2.0
-sampling = { top_p = 0.9 }
+over_sampling = 0.5
 [evals]
 every = 1
 [[evals.sets]]
@@ -181,9 +181,9 @@ best_metric = "eval/y/reward"
         r"'cosine'\?",
         r"trainer.updates_per_step \(line 14\): found 40, but a step has 16 prompts",
         r"trainer.max_prefill_tokens \(line 15\): .*did you mean `engine.max_prefill_tokens`\?",
-        r"rollout \(line 16\): training needs rollout.sampling with temperature > 0",
         r"rollout.samples_per_prompt \(line 17\): found 1, but grpo compares",
         r"rollout.max_refills \(line 18\): found 2.0, .*write `max_refills = 2`",
+        r"rollout.over_sampling \(line 19\): found 0.5, allowed: number >= 1",
         r"evals.sets\[0\].data.path \(line 24\): .*missing.jsonl is not there",
         r"checkpoint.best_metric \(line 26\): .*no eval set is called 'y'",
         r"engine.max_batch \(override engine.max_batch=0\): found 0, allowed: whole number >= 1",
@@ -289,10 +289,16 @@ def test_a_misspelt_key_is_not_also_called_missing(tmp_path: Path) -> None:
         (VALID, ["rollout.samples_per_prompt=1"], r"write 2 or more"),
         (VALID, ["trainer.updates_per_step=17"], r"found 17, but a step has 16 prompts"),
         (VALID, ["rollout.sampling.top_k=3"], r"the trainer applies the temperature only"),
+        (VALID, ["rollout.sampling.temperature=0"], r"training needs temperature > 0"),
         (VALID, ["checkpoint.best_metric=eval/x/reward"], r"the run has no eval sets"),
         (FULL, ["checkpoint.best_metric=eval/hold/reward"], r"nearest: 'held'"),
         (FULL, ["checkpoint.best_metric=eval/held/pass_at_2"], r"its pass_at is \[1, 4\]"),
         (FULL, ["evals.every="], r"never measured: set evals.every"),
+        (
+            FULL,
+            ["run.num_epochs=", "run.num_steps=20", "evals.every=7", "checkpoint.every=3"],
+            r"checkpoint.every = 3 and evals.every = 7 meet at no step",
+        ),
         (FULL, ["checkpoint.every=never"], r"leaves no checkpoint to choose from"),
         (FULL, ["evals.sets.0.pass_at=[8]"], r"pass_at = 8 can not be estimated"),
         (FULL, ["algorithm={kind='sft'}"], r"sources\[1\].kind.*learns completions"),
@@ -313,6 +319,9 @@ def test_cross_checks(tmp_path: Path, text: str, overrides: list[str], pattern: 
         (["reward=", "rollout.env=my_envs:play"], {}),
         (["reward=", "algorithm.kind=sft"], {}),
         (["run.num_steps=0"], {"given": ["eval_prompts"]}),
+        (["rollout.sampling.top_k=1", "algorithm.kind=sft"], {}),
+        (["rollout.sampling.temperature=0", "run.num_steps=0"], {"given": ["eval_prompts"]}),
+        (["rollout.sampling.temperature=0"], {"purpose": "eval", "given": ["eval_prompts"]}),
         (["evals.every=2"], {"given": ["eval_prompts"]}),
         (["run.num_steps=", "data="], {"purpose": "eval", "given": ["eval_prompts"]}),
         (["run.num_steps=", "data="], {"purpose": "reward"}),

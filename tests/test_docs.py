@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import re
 import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from run_files import VALID, write_project
 
 import paceline
+from paceline.algorithms import ALGORITHMS
 from paceline.cli.app import COMMANDS
 from paceline.config import RunFile, load_settings
 from paceline.config.fields import keys_of
 from paceline.config.source import merge
 from paceline.observe.catalogue import describe
+from paceline.rollout.env import Reply
+from paceline.rollout.settings import ScorerKind
+from paceline.rollout.worker_protocol import REWARD_NAMES
+from paceline.types import Message, Prompt
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
@@ -82,14 +88,15 @@ def test_every_command_shown_exists(page: Path) -> None:
 def test_every_metric_named_exists(page: Path) -> None:
     if page.name == "metrics.md":
         return
-    pattern = r"`((?:train|rollout|eval|time|perf)/[\w/<>]+)`"
+    pattern = r"`((?:train|rollout|eval|time|perf)/[\w/<>]*[\w>])`"
     for name in re.findall(pattern, page.read_text()):
         assert describe(re.sub(r"<k>", "4", re.sub(r"<(set|name)>", "x", name))), name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_link_leads_somewhere(page: Path) -> None:
-    for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+    text = re.sub(r"`[^`\n]+`", "", FENCE.sub("", page.read_text()))
+    for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
         if not link.startswith("http"):
             assert (page.parent / link).exists(), link
 
@@ -128,3 +135,39 @@ def test_core_dependencies_are_all_explained() -> None:
     for requirement in (item for group in groups for item in group):
         name = re.split(r"[>=<\[]", requirement)[0]
         assert name in text, name
+
+
+def first_column(page: str) -> list[str]:
+    """Names in backticks at the start of the rows of all tables of a page."""
+    text = (ROOT / "docs" / page).read_text()
+    return re.findall(r"^\| `(\w+)`(?: \(default\))? \|", text, re.MULTILINE)
+
+
+def test_the_tables_of_rewards_are_complete() -> None:
+    assert set(first_column("rewards.md")) == {*REWARD_NAMES, *get_args(ScorerKind)}
+
+
+def test_the_tables_of_algorithms_are_complete() -> None:
+    text = (ROOT / "docs" / "algorithms.md").read_text()
+    assert set(ALGORITHMS) <= set(first_column("algorithms.md"))
+    for name in ALGORITHMS["grpo"].model_fields:
+        assert f"`{name}`" in text or name in ("kind", "constant_tokens"), name
+
+
+def test_the_environment_shown_plays() -> None:
+    """With an actor that gets it right at the second turn."""
+    scope: dict[str, Any] = {}
+    exec(fences(ROOT / "docs" / "environments.md", "python")[0], scope)
+    asked: list[list[Message]] = []
+
+    async def actor(messages: list[Message]) -> Reply:
+        asked.append(list(messages))
+        return Reply(str(len(asked)), "stop", 1)
+
+    outcome = asyncio.run(
+        scope["play"](Prompt("p", text="Hint: even.", answer="2"), {"policy": actor})
+    )
+    assert outcome.rewards == {"policy": 0.5}
+    assert outcome.metrics == {"turns": 2}
+    assert asked[1][:1] == asked[0]
+    assert [message["role"] for message in asked[1]] == ["user", "assistant", "user"]

@@ -7,7 +7,11 @@ The loss of an optimizer step is `sum_t weight_t * loss_t` over all trainable to
 hold the reduction together with its denominator, known for the whole optimizer step before the
 first micro-batch, so micro-batching, packing, padding and data parallelism can not change it.
 
-Legend of shape suffixes: N trainable tokens of a micro-batch, in row order; R rows.
+What a trainer minimises is an `Objective`: an algorithm, or the part of it that its critic learns.
+A critic is a trainer of its own, with a model that has a value head.
+
+Legend of shape suffixes: N trainable tokens of a micro-batch, in row order; R rows; K tokens that
+a teacher finds most likely.
 """
 
 from __future__ import annotations
@@ -25,10 +29,15 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class LossInputs:
-    """The trainable tokens of one micro-batch. All float columns have shape [N]."""
+    """The trainable tokens of one micro-batch. Float columns have shape [N], if not said.
+
+    A row is never cut: all its trained tokens are in one micro-batch, since ratios of whole
+    sequences need them. Under context parallelism the trainer gathers a row's columns first.
+    """
 
     logprobs_N: Tensor
-    """Under the current weights and the sampling temperature; carries gradient."""
+    """Under the current weights and the sampling temperature; carries gradient. In a critic's
+    loss: the behaviour log-probs, not read."""
     old_logprobs_N: Tensor
     """Under the weights before the first update of this rollout."""
     behaviour_logprobs_N: Tensor
@@ -42,9 +51,17 @@ class LossInputs:
     entropy_N: Tensor | None = None
     """Carries gradient only if the algorithm `needs_entropy_gradient`."""
     values_N: Tensor | None = None
-    """A critic's prediction; carries gradient. Only in a critic's loss."""
+    """A critic's prediction under the current weights; carries gradient. Only in its loss."""
     old_values_N: Tensor | None = None
+    """A critic's prediction before the first update of this rollout."""
     returns_N: Tensor | None = None
+    teacher_logprobs_N: Tensor | None = None
+    """A teacher's, of the sampled tokens at the sampling temperature."""
+    teacher_top_logprobs_NK: Tensor | None = None
+    """A teacher's, of the K tokens that it finds most likely."""
+    top_logprobs_NK: Tensor | None = None
+    """Of the teacher's K tokens under the current weights and the sampling temperature; carries
+    gradient."""
 
 
 @dataclass(slots=True)
@@ -65,7 +82,9 @@ class Scores:
     old_logprobs: Sequence[Sequence[float]] | None = None
     reference_logprobs: Sequence[Sequence[float]] | None = None
     values: Sequence[Sequence[float]] | None = None
-    """A critic's prediction."""
+    """A critic's prediction before it saw the token."""
+    final_values: Sequence[float] | None = None
+    """A critic's prediction after the last token of each sample; 0.0 where it was not asked."""
 
 
 @dataclass(slots=True)
@@ -79,24 +98,52 @@ class Credit:
     metrics: Metrics = field(default_factory=Metrics)
 
 
-class Algorithm(Protocol):
-    """What a driver asks of an algorithm."""
+class Objective(Protocol):
+    """What a trainer asks of what it minimises. Whether that is a loss of log-probs or of a critic's
+    values follows from the trainer's model."""
+
+    @property
+    def learns_from_rollouts(self) -> bool:
+        """False if samples come straight from the data set (supervised training)."""
 
     @property
     def needs_reference(self) -> bool:
-        """True if the frozen reference must score the batch."""
-
-    @property
-    def needs_critic(self) -> bool:
-        """True if `credit` wants values."""
+        """True if the frozen reference must score the rows."""
 
     @property
     def needs_entropy_gradient(self) -> bool:
         """True if the entropy is a term of the loss."""
 
+    def loss(self, inputs: LossInputs) -> LossOutput:
+        """This micro-batch's share of the loss."""
+
+
+class Algorithm(Objective, Protocol):
+    """What a driver asks of an algorithm."""
+
     @property
-    def learns_from_rollouts(self) -> bool:
-        """False if samples come straight from the data set (supervised training)."""
+    def needs_reward(self) -> bool:
+        """False if nothing is learned from rewards, so that episodes may go without."""
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """True if `credit` wants the trainer's own log-probs before the first update."""
+
+    @property
+    def needs_teacher(self) -> bool:
+        """True if a teacher must score the rows."""
+
+    @property
+    def teacher_top_k(self) -> int:
+        """How many of a teacher's most likely tokens the loss wants at each position; 0: none."""
+
+    @property
+    def critic(self) -> Objective | None:
+        """What a critic minimises; None without one. With one, `credit` wants its values."""
+
+    @property
+    def needs_final_values(self) -> bool:
+        """True if `credit` wants the critic's value after the last token of truncated samples."""
 
     @property
     def min_group_size(self) -> int:
@@ -106,6 +153,7 @@ class Algorithm(Protocol):
         """Advantages for every sample that the groups hold of this policy.
 
         Called once for a whole rollout, so that a mean or a whitening over it sees all of it.
+        Raises TrainerError if `scores` lacks a column that the algorithm says it needs.
         """
 
     def token_weights(self, groups: Sequence[Group], policy: str) -> list[list[float]]:
@@ -113,6 +161,3 @@ class Algorithm(Protocol):
 
         Same order and shape as `Credit.advantages`.
         """
-
-    def loss(self, inputs: LossInputs) -> LossOutput:
-        """This micro-batch's share of the loss."""

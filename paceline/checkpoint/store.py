@@ -54,7 +54,7 @@ class CheckpointStore:
         """
         with self._disk_errors("prepare the folder of checkpoints"):
             self.root.mkdir(parents=True, exist_ok=True)
-            self._lock.acquire()
+            self._lock.acquire()  # ends: at once; a lock that is taken is refused
             return [self._clear(path) for path in sorted(self.root.iterdir()) if _is_ours(path)]
 
     def close(self) -> None:

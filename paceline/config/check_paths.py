@@ -8,8 +8,8 @@ from pathlib import Path
 
 from paceline.config.blocks import RunFile, looks_like_path
 from paceline.config.checks import Check, Situation, reads
+from paceline.config.names import nearest
 from paceline.config.problems import KeyPath, Problem
-from paceline.config.translate import nearest
 from paceline.data.sources import FileSource, HuggingFaceSource, PythonSource, SourceConfig
 from paceline.rollout.settings import RewardConfig
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -60,6 +61,11 @@ def _meet(one: KeyPath, other: KeyPath) -> bool:
     """True if one of the two is the other or holds it."""
     length = min(len(one), len(other))
     return one[:length] == other[:length]
+
+
+def _takes_steps(run_file: RunFile, situation: Situation) -> bool:
+    """True unless the run only measures."""
+    return situation.purpose == "train" and run_file.run.num_steps != 0
 
 
 @reads("run.num_steps", "run.num_epochs")
@@ -156,10 +162,21 @@ def completions_to_learn(run_file: RunFile, situation: Situation) -> Iterator[Pr
             )
 
 
+@reads("rollout.sampling", "algorithm", "run.num_steps")
+def answers_to_learn_from(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
+    learns = _takes_steps(run_file, situation) and run_file.algorithm.learns_from_rollouts
+    if learns and not run_file.rollout.sampling.is_pure_temperature:
+        yield Problem(
+            ("rollout", "sampling"),
+            "training needs temperature > 0, top_p = 1, top_k = 0, min_p = 0 and "
+            "repetition_penalty = 1, since the trainer applies the temperature only; eval sets "
+            "may use any (evals.sets.sampling)",
+        )
+
+
 @reads("model.dtype", "run.num_steps")
 def dtype_that_trains(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
-    is_training = situation.purpose == "train" and run_file.run.num_steps != 0
-    if is_training and run_file.model.dtype == "float16":
+    if _takes_steps(run_file, situation) and run_file.model.dtype == "float16":
         yield Problem(
             ("model", "dtype"),
             'float16 can not be trained (its gradients underflow): write "float32", with '
@@ -219,6 +236,23 @@ def best_metric_is_measured(run_file: RunFile, situation: Situation) -> Iterator
         yield Problem(path, 'checkpoint.every = "never" leaves no checkpoint to choose from')
 
 
+@reads("checkpoint.best_metric", "checkpoint.every", "evals.every", "run.num_steps")
+def best_has_rivals(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
+    """A checkpoint competes only if its very step is measured."""
+    saved, measured = run_file.checkpoint.every, run_file.evals.every
+    steps, metric = run_file.run.num_steps, run_file.checkpoint.best_metric
+    if saved == "never" or measured is None or steps is None:
+        return
+    is_multiple = saved % measured == 0 or measured % saved == 0
+    is_of_eval = metric is not None and metric.startswith("eval/")
+    if is_of_eval and not is_multiple and math.lcm(saved, measured) >= steps:
+        yield Problem(
+            ("checkpoint", "best_metric"),
+            f"no checkpoint before the last is measured: checkpoint.every = {saved} and "
+            f"evals.every = {measured} meet at no step; make one a multiple of the other",
+        )
+
+
 @reads("checkpoint.best_metric", "evals.sets")
 def best_pass_at_is_measured(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
     metric = run_file.checkpoint.best_metric or ""
@@ -240,9 +274,11 @@ CHECKS: tuple[Check, ...] = (
     group_has_siblings,
     groups_for_every_update,
     completions_to_learn,
+    answers_to_learn_from,
     dtype_that_trains,
     answers_fit_the_context,
     shared_weights_stay,
     best_metric_is_measured,
+    best_has_rivals,
     best_pass_at_is_measured,
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from paceline.config.fields import (
     type_words,
     value_words,
 )
+from paceline.config.names import SYNONYMS, nearest
 from paceline.config.problems import KeyPath, Problem, dotted
 from paceline.types import Config
 
@@ -28,28 +28,6 @@ TRUE_WORDS = {"true", "yes", "on", "1"}
 FALSE_WORDS = {"false", "no", "off", "0"}
 NONE_WORDS = {"none", "null", "nil", "~", ""}
 LIMIT_ERRORS = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
-
-SYNONYMS: Mapping[str, str] = {
-    "learning_rate": "trainer.lr",
-    "lr_scheduler": "trainer.lr_schedule",
-    "lr_scheduler_type": "trainer.lr_schedule",
-    "warmup_steps": "trainer.lr_warmup_steps",
-    "gradient_clipping": "trainer.max_grad_norm",
-    "clip_grad": "trainer.max_grad_norm",
-    "gradient_checkpointing": "trainer.activation_checkpointing",
-    "max_new_tokens": "rollout.sampling.max_tokens",
-    "max_response_length": "rollout.sampling.max_tokens",
-    "max_steps": "run.num_steps",
-    "steps": "run.num_steps",
-    "num_rollout": "run.num_steps",
-    "epochs": "run.num_epochs",
-    "num_train_epochs": "run.num_epochs",
-    "output_dir": "run.dir",
-    "model_name": "model.path",
-    "model_name_or_path": "model.path",
-    "torch_dtype": "model.dtype",
-}
-"""Names that other systems give to a key."""
 
 
 def class_at(root: type[Config], tables: Any, path: KeyPath) -> type[Config] | None:
@@ -238,13 +216,6 @@ def _is_number(word: str) -> bool:
         return math.isfinite(float(word.replace("_", "")))
     except ValueError:
         return False
-
-
-def nearest(word: str, names: Sequence[str], count: int = 1) -> list[str]:
-    """Names that look like `word`, best first; case and dashes do not count."""
-    plain = {name.lower().replace("-", "_"): name for name in names}
-    asked = word.lower().replace("-", "_")
-    return [plain[name] for name in difflib.get_close_matches(asked, plain, count, cutoff=0.7)]
 
 
 def unknown_key(path: KeyPath, root: type[Config], tables: Any) -> str:

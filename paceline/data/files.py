@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.data.rows import RawRow
-from paceline.data.values import describe, nearest
-from paceline.errors import DataError
+from paceline.data.values import describe
+from paceline.errors import DataError, nearest_hint
 
 Format = Literal["jsonl", "json", "csv", "parquet"]
 
@@ -65,7 +65,7 @@ def _check_is_file(path: Path, shown: str) -> None:
     if not path.parent.is_dir():
         raise DataError(f"{shown}: no such file: the folder {path.parent} does not exist")
     names = [entry.name for entry in path.parent.iterdir() if entry.is_file()]
-    raise DataError(f"{shown}: no such file in {path.parent}{nearest(path.name, names)}")
+    raise DataError(f"{shown}: no such file in {path.parent}{nearest_hint(path.name, names)}")
 
 
 def _text(path: Path, shown: str) -> str:

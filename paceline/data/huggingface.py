@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from paceline.data.rows import RawRow
 from paceline.data.sources import HuggingFaceSource
-from paceline.data.values import nearest
-from paceline.errors import DataError, MissingExtraError
+from paceline.errors import DataError, MissingExtraError, nearest_hint
 
 if TYPE_CHECKING:
     import datasets
@@ -61,7 +60,7 @@ def _load(source: HuggingFaceSource, base: Path) -> datasets.Dataset:
         if source.split not in loaded:
             raise DataError(
                 f"data set {source.path!r} has no split {source.split!r}"
-                f"{nearest(source.split, loaded)}"
+                f"{nearest_hint(source.split, loaded)}"
             )
         return loaded[source.split]
     return loaded

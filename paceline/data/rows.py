@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.data.sources import DataConfig, Table
-from paceline.data.values import RowError, describe, nearest, plain, plain_keys
+from paceline.data.values import RowError, describe, plain, plain_keys
+from paceline.errors import nearest_hint
 from paceline.types import Message, Prompt
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -82,7 +83,9 @@ class RowReader:
         prompt_key = columns.prompt_key or ("messages" if "prompt" not in row else "prompt")
         if prompt_key not in row:
             wanted = columns.prompt_key or "prompt"
-            raise RowError(f"no column {wanted!r} for the prompt{nearest(wanted, map(str, row))}")
+            raise RowError(
+                f"no column {wanted!r} for the prompt{nearest_hint(wanted, map(str, row))}"
+            )
         text, messages = _text_or_messages(row[prompt_key], prompt_key)
         answer = _column(row, columns.answer_key, "answer", "the answer")
         completion = _column(row, columns.completion_key, "completion", "the completion")
@@ -151,7 +154,7 @@ def split_completion(prompt: Prompt) -> tuple[Prompt, str]:
 def _column(row: Mapping[str, Any], key: str | None, default: str, role: str) -> Any:
     """The value of an optional column; one that was asked for by name must be there."""
     if key is not None and key not in row:
-        raise RowError(f"no column {key!r} for {role}{nearest(key, map(str, row))}")
+        raise RowError(f"no column {key!r} for {role}{nearest_hint(key, map(str, row))}")
     return row.get(default if key is None else key)
 
 
@@ -202,7 +205,7 @@ def _checked_messages(value: Sequence[Any], column: str) -> tuple[Message, ...]:
         role, content = message["role"], message["content"]
         if role not in ROLES:
             found = repr(role) if isinstance(role, str) else describe(role)
-            raise RowError(f"{place} has the role {found}{nearest(str(role), ROLES)}")
+            raise RowError(f"{place} has the role {found}{nearest_hint(str(role), ROLES)}")
         if not isinstance(content, str):
             raise RowError(f"the content of {place} is {describe(content)}, not a text")
         if not content.strip() and (role == "user" or i == len(value) - 1):

@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from paceline.types import Config
+from paceline.user_code import split_location
 
 _SLICE = re.compile(r"\[?\s*(-?\d+)?\s*:\s*(-?\d+)?\s*\]?")
 
@@ -142,9 +143,7 @@ class PythonSource(Table):
     @field_validator("function")
     @classmethod
     def _check_function(cls, text: str) -> str:
-        place, separator, name = text.rpartition(":")
-        if not (separator and place and name.isidentifier()):
-            raise ValueError(f'{text!r}: write "module:function" or "file.py:function"')
+        split_location(text)
         return text
 
     @property

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import date, time
 from decimal import Decimal
 from typing import Any
@@ -12,16 +11,6 @@ from uuid import UUID
 
 class RowError(Exception):
     """Why a row is bad. Never leaves this package: it becomes a `BadRow` or a `DataError`."""
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint that names what is nearest to `name`, or all there is if that is little."""
-    known = sorted(set(known))
-    near = difflib.get_close_matches(name, known, n=1)
-    if near:
-        return f"; did you mean {near[0]!r}?"
-    listed = ", ".join(repr(k) for k in known[:12]) + (", ..." if len(known) > 12 else "")
-    return f"; there is {listed}" if known else ""
 
 
 def describe(value: Any) -> str:

@@ -137,9 +137,9 @@ def sample(
     if settings.penalty is not None:
         logits_NV = _penalise(logits_NV, settings.penalty, torch.stack(list(seen)))
     if settings.is_greedy:
-        token_N1 = logits_NV.argmax(-1, keepdim=True)
-        chosen_N1 = logits_NV.gather(-1, token_N1) - logits_NV.logsumexp(-1, keepdim=True)
-        return token_N1[:, 0], chosen_N1[:, 0].double()
+        largest_N1, token_N1 = logits_NV.max(-1, keepdim=True)
+        total_N = (logits_NV - largest_N1).exp_().sum(-1, dtype=torch.float64)
+        return token_N1[:, 0], -total_N.log()
     warped_NV = logits_NV
     if isinstance(settings.temperature, Tensor) or settings.temperature != 1.0:
         warped_NV = logits_NV / settings.temperature

@@ -19,7 +19,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from paceline.evals.deadline import bounded, reason_of, result_of, stop
+from paceline.deadline import bounded, reason_of, result_of, stop
 from paceline.evals.run import EvalResult
 from paceline.evals_settings import EvalsConfig
 

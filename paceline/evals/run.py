@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from paceline.algorithms.advantages import episode_reward
+from paceline.deadline import bounded, reason_of
 from paceline.errors import ConfigError, RolloutError
-from paceline.evals.deadline import bounded, reason_of
 from paceline.evals.estimates import Estimate, estimate, pass_at_k
 from paceline.evals_settings import EvalSet
 from paceline.observe.metrics import Metrics

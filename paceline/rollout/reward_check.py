@@ -50,6 +50,7 @@ def read_answers(path: Path, limit: int | None = None) -> list[Answer]:
 async def check_reward(reward: Reward, answers: Sequence[Answer]) -> list[CheckedAnswer]:
     """Score the answers, in order. Starts the reward; the caller closes it."""
     await reward.start()
+    # ends: each score by the reward's time limit
     scores = await asyncio.gather(
         *(reward.score(answer.prompt, answer.completion) for answer in answers)
     )

@@ -26,8 +26,8 @@ from paceline.errors import ConfigError, MissingExtraError
 from paceline.rollout.score import Score, exception_score, to_score
 from paceline.rollout.scorers import INLINE_KINDS, Scorer, ScorerOptions, make_scorer
 from paceline.rollout.settings import OnFailure, RewardConfig, RewardPart, ScorerConfig
-from paceline.rollout.user_code import REWARD_NAMES, read_signature
 from paceline.rollout.worker_protocol import (
+    REWARD_NAMES,
     BuiltinScorer,
     LocatedScorer,
     PickledScorer,
@@ -35,6 +35,7 @@ from paceline.rollout.worker_protocol import (
 )
 from paceline.rollout.workers import WorkerPool
 from paceline.types import Message, Prompt
+from paceline.user_code import read_signature
 
 _EXTRAS = {
     "math_verify": ("math_verify", "math-verify", "math"),
@@ -95,6 +96,7 @@ class Reward:
         values = reward_values(prompt, completion, finish, num_tokens)
         if len(self._parts) == 1 and not self._parts[0].name:
             return await self._score_part(self._parts[0], values)
+        # ends: each part by `timeout_s`
         scores = await asyncio.gather(*(self._score_part(part, values) for part in self._parts))
         return _weighted_sum(self._parts, scores)
 

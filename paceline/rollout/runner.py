@@ -17,6 +17,7 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from paceline.deadline import stop
 from paceline.engines.base import Engine, Sampling
 from paceline.errors import EngineError, PacelineError
 from paceline.rollout.actor import RecordingActor, Seat
@@ -213,18 +214,11 @@ async def _run_all(episodes: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     if not tasks:
         return []
     try:
-        # An episode ends with the engine's answer or failure, or at its own limit.
+        # ends: each episode with the engine's answer or failure, or by `episode_timeout_s`
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         for task in tasks:
             if task in done and (task.cancelled() or task.exception() is not None):
                 task.result()
         return [task.result() for task in tasks]
     finally:
-        pending = [task for task in tasks if not task.done()]
-        for task in pending:
-            task.cancel()
-        if pending:
-            await asyncio.wait(pending, timeout=CANCEL_TIMEOUT_S)
-        for task in tasks:
-            if task.done() and not task.cancelled():
-                task.exception()
+        await stop(*tasks, grace_s=CANCEL_TIMEOUT_S)

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from paceline.engines.base import Sampling
 from paceline.types import Config
+from paceline.user_code import split_location
 
 OnFailure = Literal["fail", "drop_sample", "drop_group", "zero"]
 ScorerKind = Literal["exact", "numeric", "choice", "regex", "math_verify", "reasoning_gym"]
@@ -23,8 +24,8 @@ class RolloutConfig(Config):
     samples_per_prompt: Annotated[int, Field(ge=1)] = 8
     """Episodes of one prompt, compared with each other. A group baseline needs at least 2."""
     sampling: Sampling = Sampling()
-    """How training answers are drawn. Only the temperature may differ from the model's own
-    distribution, since the trainer computes the log-probs of the same distribution."""
+    """How answers are drawn. In training on them, only the temperature may differ from the model's
+    own distribution, since the trainer computes the log-probs of the same distribution."""
     env: str = "single_turn"
     """What an episode is. `single_turn` asks once and scores the answer with `[reward]`; or a
     function of your own, as `module:name` or `file.py:name` (relative to the run file)."""
@@ -57,12 +58,6 @@ class RolloutConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if not self.sampling.is_pure_temperature:
-            raise ValueError(
-                "training needs rollout.sampling with temperature > 0 and top_p = 1, top_k = 0, "
-                "min_p = 0, repetition_penalty = 1: the trainer applies the temperature only. "
-                "Evaluation sets may use any (evals.sets.sampling)"
-            )
         if self.dynamic_sampling and self.samples_per_prompt < 2:
             raise ValueError(
                 "rollout.dynamic_sampling compares the answers of one prompt: "
@@ -113,10 +108,8 @@ class ScorerConfig(Config):
                 f"a reward is a function or a kind, not both: "
                 f"found function = {self.function!r} and kind = {self.kind!r}"
             )
-        if self.function is not None and not _is_location(self.function):
-            raise ValueError(
-                f"function = {self.function!r} is not of the form 'file.py:name' or 'module:name'"
-            )
+        if self.function is not None:
+            split_location(self.function)
         users: dict[str, tuple[str, ...]] = {
             "tolerance": ("numeric",),
             "pattern": ("regex",),
@@ -185,11 +178,6 @@ class RewardConfig(ScorerConfig):
         if self.parts:
             return self.parts
         return (self,) if self.is_set else ()
-
-
-def _is_location(text: str) -> bool:
-    module, colon, name = text.rpartition(":")
-    return bool(colon and module.strip() and name.strip())
 
 
 def _check_pattern(pattern: str) -> None:

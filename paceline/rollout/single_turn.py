@@ -12,8 +12,8 @@ from paceline.errors import ConfigError
 from paceline.rollout.env import Actor, Env, Outcome
 from paceline.rollout.rewards import Reward
 from paceline.rollout.score import to_score
-from paceline.rollout.user_code import load_callable
 from paceline.types import Prompt
+from paceline.user_code import load_callable
 
 SINGLE_TURN = "single_turn"
 

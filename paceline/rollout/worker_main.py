@@ -29,9 +29,9 @@ import cloudpickle
 from paceline.errors import PacelineError
 from paceline.rollout.score import Score, exception_score, to_score
 from paceline.rollout.scorers import make_scorer
-from paceline.rollout.user_code import REWARD_NAMES, add_to_path, load_callable, read_signature
 from paceline.rollout.worker_protocol import (
     LENGTH,
+    REWARD_NAMES,
     BuiltinScorer,
     Call,
     Load,
@@ -40,6 +40,7 @@ from paceline.rollout.worker_protocol import (
     ScorerSpec,
     frame,
 )
+from paceline.user_code import add_to_path, load_callable, read_signature
 
 PR_SET_PDEATHSIG = 1
 OWN_FILES = frozenset({__file__, asyncio.runners.__file__, asyncio.base_events.__file__})
@@ -55,8 +56,7 @@ def main() -> None:
     scorers: dict[str, Callable[[Values], Score]] = {}
     with asyncio.Runner() as loop:
         while True:
-            # The reader thread ends the process when the parent is gone.
-            body = inbox.get()
+            body = inbox.get()  # ends: the reader thread ends the process with its parent
             try:
                 message = pickle.loads(body)
             except Exception as exc:
@@ -164,7 +164,7 @@ def _timed(
 
 
 async def _wait_for(result: Awaitable[Any]) -> Any:
-    return await result
+    return await result  # ends: the parent kills this process at the time limit
 
 
 def _label(spec: ScorerSpec) -> str:

@@ -15,6 +15,8 @@ from typing import Any
 from paceline.rollout.scorers import ScorerOptions
 
 LENGTH = struct.Struct(">Q")
+REWARD_NAMES = ("completion", "prompt", "answer", "metadata", "messages", "finish", "num_tokens")
+"""What a reward function may ask for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class Call:
 
     scorer: str
     values: Mapping[str, Any]
-    """By the names in `user_code.REWARD_NAMES`."""
+    """By the names in `REWARD_NAMES`."""
 
 
 def frame(body: bytes) -> bytes:

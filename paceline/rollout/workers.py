@@ -55,7 +55,7 @@ class WorkerPool:
 
     async def start(self) -> None:
         """Start one child now. Raises ConfigError if a scorer can not be loaded or called."""
-        async with self._slots:
+        async with self._slots:  # ends: each holder by its own time limits
             self._idle.append(await self._free_child())
 
     async def call(self, scorer: str, values: Mapping[str, Any]) -> Score:
@@ -63,7 +63,7 @@ class WorkerPool:
 
         Cancelling the call kills its child.
         """
-        async with self._slots:
+        async with self._slots:  # ends: each holder by its own time limits
             if self._is_closed:
                 raise RewardError("the reward's worker processes are closed")
             child = await self._free_child()
@@ -100,7 +100,7 @@ class WorkerPool:
             if self._is_closed:
                 raise RewardError("the reward's worker processes were closed") from None
             child.kill()
-            code = await child.wait()
+            code = await child.exit_code()
             return Score(None, cause="crashed", detail=f"the process ended with {_ending(code)}")
 
     async def _free_child(self) -> _Child:
@@ -134,7 +134,7 @@ class WorkerPool:
 
     async def _bury(self, child: _Child) -> int:
         child.kill()
-        code = await child.wait()
+        code = await child.exit_code()
         self._children.discard(child)
         return code
 
@@ -172,11 +172,16 @@ class _Child:
         return self._process.returncode is None
 
     async def ask(self, body: bytes) -> dict[str, Any]:
-        """Send one request and read its reply. Raises EOFError or OSError if the child is dead."""
+        """Send one request and read its reply. Raises EOFError or OSError if the child is dead.
+
+        The caller sets the time limit.
+        """
         self._requests.write(frame(body))
-        await self._requests.drain()
-        head = await self._replies.readexactly(LENGTH.size)
-        reply: dict[str, Any] = json.loads(await self._replies.readexactly(LENGTH.unpack(head)[0]))
+        await self._requests.drain()  # ends: by the caller's limit
+        head = await self._replies.readexactly(LENGTH.size)  # ends: by the caller's limit
+        # ends: by the caller's limit
+        text = await self._replies.readexactly(LENGTH.unpack(head)[0])
+        reply: dict[str, Any] = json.loads(text)
         return reply
 
     def kill(self) -> None:
@@ -185,8 +190,8 @@ class _Child:
                 os.killpg(self.pid, signal.SIGKILL)
         self._requests.close()
 
-    async def wait(self) -> int:
-        """The exit code; negative for a signal."""
+    async def exit_code(self) -> int:
+        """Waits for the end of a killed child. Negative for a signal."""
         async with asyncio.timeout(KILL_TIMEOUT_S):
             return await self._process.wait()
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
 from pydantic import Field
 
+from paceline.models import ModelConfig
 from paceline.observe.metrics import Metrics
 from paceline.types import Batch, Config, Row, StepReport
 from paceline.weights.base import WeightPlan
@@ -68,8 +69,39 @@ class SingleTrainerConfig(Config):
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
 
 
+class CriticConfig(Config):
+    """`[critic]`: a second model that predicts the return, for algorithms that need one."""
+
+    model: ModelConfig | None = None
+    """Whose body the critic starts from, with a head of zeros, or the critic that a checkpoint
+    holds (`policies/<name>/critic/model`); its vocabulary must be the policy's. Absent: a copy of
+    `[model]`."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """First steps of the run, in which the critic learns alone and the policy stays as it is: a
+    critic that knows nothing yet would lead it astray."""
+    lr: Annotated[float, Field(ge=0)] = 1e-5
+    """Peak learning rate of the critic's AdamW; usually several times `trainer.lr`."""
+    lr_schedule: Literal["constant", "linear", "cosine"] | None = None
+    """Shape after the rise of the learning rate; absent: `trainer.lr_schedule`."""
+    lr_warmup_steps: Annotated[int, Field(ge=0)] | None = None
+    """Optimizer steps over which the critic's learning rate rises; absent:
+    `trainer.lr_warmup_steps`."""
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Learning rate at the end of a falling schedule, as a share of `lr`; absent:
+    `trainer.min_lr_ratio`."""
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """AdamW's decoupled weight decay; absent: `trainer.weight_decay`."""
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = None
+    """Clip the critic's gradient to this L2 norm; absent: `trainer.max_grad_norm`."""
+
+    def trainer(self, actor: SingleTrainerConfig) -> SingleTrainerConfig:
+        """The settings of the critic's trainer: its own, and those of the actor's for the rest."""
+        own = self.model_dump(exclude={"model", "warmup_steps"}, exclude_none=True)
+        return actor.model_copy(update=own)
+
+
 class Trainer(Protocol):
-    """Changes the weights of one model."""
+    """Changes the weights of one model: of a policy, or of its critic."""
 
     @property
     def version(self) -> int:
@@ -78,7 +110,8 @@ class Trainer(Protocol):
     async def forward(self, rows: list[Row], head: Head) -> list[FloatArray]:
         """Per row and token: log-probs of the policy or the reference, or a critic's values.
 
-        No gradient. Shape [T] per row, 0.0 outside the mask.
+        The value at `t` is that of the state in which `tokens[t]` was chosen: it knows
+        `tokens[:t]`. No gradient. Shape [T] per row, 0.0 outside the mask.
         """
 
     async def forward_backward(self, batch: Batch) -> Metrics:
@@ -96,7 +129,8 @@ class Trainer(Protocol):
     async def save(self, path: Path) -> None:
         """Write everything that `load` needs into the empty folder `path`; durable on return.
 
-        The model goes to `path/model` in Hugging Face format with its tokenizer.
+        The model goes to `path/model` in Hugging Face format with its tokenizer; of a critic its
+        body, with the head in `value_head.safetensors` beside it.
         """
 
     async def load(self, path: Path) -> None:

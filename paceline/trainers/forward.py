@@ -12,14 +12,18 @@ Legend: N trained tokens, C tokens of a chunk, D hidden size, V vocabulary.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
+from paceline.algorithms.base import LossInputs
+from paceline.trainers.base import Head
+from paceline.trainers.inputs import policy_inputs
 from paceline.trainers.layout import Layout, MicroBatch, choose_layout
 from paceline.trainers.logprobs import chunked_logprobs, token_logprobs
+from paceline.types import Row
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,13 +39,40 @@ DIVISORS = ("logits_scaling", "logits_scale")
 Transform = Callable[["Tensor"], "Tensor"]
 
 
+class Forward(Protocol):
+    """One model, made ready to say something of each trained token of a micro-batch."""
+
+    head: Head
+    """What it says when it is the trained model."""
+    model: Any
+    layout: Layout
+    max_positions: int | None
+    """Most positions of a micro-batch, below the trainer's own budget."""
+
+    def score(self, batch: MicroBatch) -> Tensor:
+        """One number a token, shape [N]."""
+
+    def loss_inputs(
+        self, rows: Sequence[Row], batch: MicroBatch, *, entropy_gradient: bool
+    ) -> LossInputs:
+        """The same with gradient, among the columns of the rows."""
+
+
 class CausalForward:
     """Log-probs of trained tokens under one model. Holds no state of its own."""
 
+    head: Head = "policy"
+
     def __init__(
-        self, model: PreTrainedModel, *, layout: Layout | Literal["auto"] = "auto"
+        self,
+        model: PreTrainedModel,
+        *,
+        layout: Layout | Literal["auto"] = "auto",
+        chunk_tokens: int = 2048,
     ) -> None:
+        """chunk_tokens: most tokens whose logits exist at one time."""
         self.model: Any = model
+        self._chunk_tokens = chunk_tokens
         attention = str(getattr(model.config, "_attn_implementation", "sdpa"))
         self.layout: Layout = choose_layout(attention) if layout == "auto" else layout
         self.slow_reason: str | None = None
@@ -50,32 +81,42 @@ class CausalForward:
         self._transform: Transform = _identity
         with torch.no_grad():
             self._find_fast_way()
-            self._check_layout()
+        if self.layout == "packed" and not keeps_rows_apart(model, "logits"):
+            self.layout = "padded"
+
+    @property
+    def max_positions(self) -> int | None:
+        return None if self.slow_reason is None else self._chunk_tokens
+
+    def score(self, batch: MicroBatch) -> Tensor:
+        """Log-probs, shape [N]."""
+        return self(batch)[0]
+
+    def loss_inputs(
+        self, rows: Sequence[Row], batch: MicroBatch, *, entropy_gradient: bool
+    ) -> LossInputs:
+        """What a policy's loss is given; its log-probs carry gradient."""
+        logprobs_N, entropy_N = self(batch, entropy_gradient=entropy_gradient)
+        return policy_inputs(rows, batch, logprobs_N, entropy_N)
 
     def __call__(
-        self, batch: MicroBatch, *, chunk_tokens: int, entropy_gradient: bool = False
+        self, batch: MicroBatch, *, entropy_gradient: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies, both [N]."""
         if self.slow_reason is not None:
-            logits_NV = _flat(self._run(self.model, batch).logits).index_select(
-                0, batch.predicting_N
-            )
+            logits_NV = flat(as_batch(self.model, batch).logits).index_select(0, batch.predicting_N)
             return token_logprobs(
                 logits_NV, batch.targets_N, batch.temperatures_N, entropy_gradient=entropy_gradient
             )
-        hidden = _flat(self._run(self._decoder, batch).last_hidden_state)
+        hidden = flat(as_batch(self._decoder, batch).last_hidden_state)
         return chunked_logprobs(
             self._logits,
             hidden.index_select(0, batch.predicting_N),
             batch.targets_N,
             batch.temperatures_N,
-            chunk_tokens=chunk_tokens,
+            chunk_tokens=self._chunk_tokens,
             entropy_gradient=entropy_gradient,
         )
-
-    def _run(self, module: Any, batch: MicroBatch) -> Any:
-        positions = {} if batch.position_ids is None else {"position_ids": batch.position_ids}
-        return module(input_ids=batch.input_ids, use_cache=False, return_dict=True, **positions)
 
     def _logits(self, hidden_CD: Tensor) -> Tensor:
         return self._transform(self.model.get_output_embeddings()(hidden_CD))
@@ -91,7 +132,7 @@ class CausalForward:
         if head is None or not decoders:
             self._fall_back("it has no separate decoder and head")
             return
-        ids = _probe_ids(model, 5)
+        ids = probe_ids(model, 5)
         logits = model(input_ids=ids, use_cache=False, return_dict=True).logits
         for decoder in decoders:
             found = decoder(input_ids=ids, use_cache=False, return_dict=True)
@@ -117,22 +158,38 @@ class CausalForward:
             reason,
         )
 
-    def _check_layout(self) -> None:
-        """Packed rows must not see each other; where they do, rows are padded instead."""
-        if self.layout == "padded":
-            return
-        first, second = _probe_ids(self.model, 4), _probe_ids(self.model, 7)[:, 2:]
-        position_ids = torch.cat([torch.arange(4), torch.arange(5)])[None].to(first.device)
-        packed = self.model(
-            input_ids=torch.cat([first, second], 1), position_ids=position_ids, use_cache=False
-        ).logits
-        alone = [self.model(input_ids=ids, use_cache=False).logits for ids in (first, second)]
-        if not _is_close(packed, torch.cat(alone, 1)):
-            self.layout = "padded"
-            logger.warning(
-                "%s does not keep packed rows apart by their positions: rows are padded instead",
-                type(self.model).__name__,
-            )
+
+def as_batch(module: Any, batch: MicroBatch) -> Any:
+    """The output of a model, or of its body, for the inputs of a micro-batch."""
+    positions = {} if batch.position_ids is None else {"position_ids": batch.position_ids}
+    return module(input_ids=batch.input_ids, use_cache=False, return_dict=True, **positions)
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """[B, T, D] -> [B * T, D]."""
+    return tensor.flatten(0, 1)
+
+
+@torch.no_grad()
+def keeps_rows_apart(module: Any, output: str) -> bool:
+    """True if packed rows do not see each other; says so if they do, and must be padded.
+
+    output: the name of what the module gives out.
+    """
+    first, second = probe_ids(module, 4), probe_ids(module, 7)[:, 2:]
+    position_ids = torch.cat([torch.arange(4), torch.arange(5)])[None].to(first.device)
+    both = torch.cat([first, second], 1)
+    packed = getattr(module(input_ids=both, position_ids=position_ids, use_cache=False), output)
+    alone = [
+        getattr(module(input_ids=ids, use_cache=False), output) for ids in (first, second)
+    ]
+    if _is_close(packed, torch.cat(alone, 1)):
+        return True
+    logger.warning(
+        "%s does not keep packed rows apart by their positions: rows are padded instead",
+        type(module).__name__,
+    )
+    return False
 
 
 def _identity(logits: Tensor) -> Tensor:
@@ -151,10 +208,6 @@ def _over(divisor: float, logits: Tensor) -> Tensor:
     return logits / divisor
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor.flatten(0, 1)
-
-
 def _candidates(config: Any) -> Iterator[tuple[str, Transform]]:
     """What the model may do to its logits; what its configuration names comes first."""
     text = config.get_text_config()
@@ -171,7 +224,8 @@ def _candidates(config: Any) -> Iterator[tuple[str, Transform]]:
     yield "", _identity
 
 
-def _probe_ids(model: Any, length: int) -> Tensor:
+def probe_ids(model: Any, length: int) -> Tensor:
+    """Arbitrary token ids [1, length], the same in every process."""
     vocab = model.get_input_embeddings().num_embeddings
     generator = torch.Generator().manual_seed(length)
     return torch.randint(vocab, (1, length), generator=generator).to(model.device)

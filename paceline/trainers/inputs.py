@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from paceline.algorithms.base import Algorithm, LossInputs
+from paceline.algorithms.base import LossInputs, Objective
 from paceline.errors import TrainerError
 from paceline.trainers.layout import MicroBatch, trained_column
 from paceline.types import Row
@@ -19,42 +19,67 @@ if TYPE_CHECKING:
     from paceline.types import FloatArray
 
 
-def loss_inputs(
+def policy_inputs(
     rows: Sequence[Row], micro: MicroBatch, logprobs_N: Tensor, entropy_N: Tensor
 ) -> LossInputs:
-    """The columns of a micro-batch's rows, in the type and on the device of the log-probs."""
+    """For the loss of a policy: the columns of the rows in the type and place of its log-probs."""
+    inputs = _row_columns(rows, micro, logprobs_N)
+    inputs.logprobs_N, inputs.entropy_N = logprobs_N, entropy_N
+    if all(row.old_logprobs_T is None for row in rows):
+        # This is the first update of the rollout: a ratio of exactly 1.
+        inputs.old_logprobs_N = logprobs_N.detach()
+    return inputs
+
+
+def value_inputs(rows: Sequence[Row], micro: MicroBatch, values_N: Tensor) -> LossInputs:
+    """For the loss of a critic, which is given no log-probs but those that the engine reported."""
+    inputs = _row_columns(rows, micro, values_N)
+    inputs.values_N = values_N
+    return inputs
+
+
+def _row_columns(rows: Sequence[Row], micro: MicroBatch, like_N: Tensor) -> LossInputs:
+    """What the rows hold, in the type and on the device of `like_N`.
+
+    Log-probs that are not known are those that the engine reported.
+    """
 
     def gather(values_T: list[FloatArray]) -> Tensor:
-        return trained_column(rows, values_T, logprobs_N.device).to(logprobs_N.dtype)
+        return trained_column(rows, values_T, like_N.device).to(like_N.dtype)
 
     def optional(values_T: list[FloatArray | None]) -> Tensor | None:
         given = [v for v in values_T if v is not None]
         return gather(given) if given else None
 
+    behaviour_N = gather([row.behaviour_logprobs_T for row in rows])
     old_N = optional([row.old_logprobs_T for row in rows])
     return LossInputs(
-        logprobs_N=logprobs_N,
-        # Without old log-probs this is the first update of the rollout: a ratio of exactly 1.
-        old_logprobs_N=logprobs_N.detach() if old_N is None else old_N,
-        behaviour_logprobs_N=gather([row.behaviour_logprobs_T for row in rows]),
+        logprobs_N=behaviour_N,
+        old_logprobs_N=behaviour_N if old_N is None else old_N,
+        behaviour_logprobs_N=behaviour_N,
         advantages_N=gather([row.advantages_T for row in rows]),
         weights_N=gather([row.weights_T for row in rows]),
         rows_N=micro.rows_N,
         num_rows=len(rows),
         reference_logprobs_N=optional([row.reference_logprobs_T for row in rows]),
-        entropy_N=entropy_N,
         old_values_N=optional([row.values_T for row in rows]),
         returns_N=optional([row.returns_T for row in rows]),
     )
 
 
-def check_columns(rows: Sequence[Row], algorithm: Algorithm) -> None:
-    """An optional column is there in all rows of a batch or in none."""
+def check_columns(rows: Sequence[Row], objective: Objective) -> None:
+    """An optional column is there in all rows of a batch or in none, and in all if it is needed."""
     for name in ("old_logprobs_T", "reference_logprobs_T", "values_T", "returns_T"):
         given = sum(getattr(row, name) is not None for row in rows)
         if given not in (0, len(rows)):
             raise TrainerError(f"{given} of {len(rows)} rows of the batch have {name}: all or none")
-    if algorithm.needs_reference and any(row.reference_logprobs_T is None for row in rows):
+    if objective.needs_reference and any(row.reference_logprobs_T is None for row in rows):
         raise TrainerError(
             'the algorithm needs reference log-probs: call forward(rows, "reference") first'
+        )
+    is_lacking = any(row.values_T is None or row.returns_T is None for row in rows)
+    if objective.output == "values" and is_lacking:
+        raise TrainerError(
+            "a critic learns from rows with values and returns: write what "
+            'forward(rows, "values") and the algorithm\'s `credit` gave into them first'
         )

@@ -1,7 +1,8 @@
 """The trainer of one process and one device: any transformers causal LM, on a CPU or a GPU.
 
-The work runs in a thread of its own, one call at a time, so that the event loop goes on; a
-cancelled call ends at the next micro-batch, and returns only when the thread is idle again.
+It trains a policy, or a critic if its model is a `ValueModel`: same code, another forward. The
+work runs in a thread of its own, so that the event loop goes on; a cancelled call ends at the next
+micro-batch, and returns only when the thread is idle again.
 
 The loss of an optimizer step is a sum over trained tokens: their weights already hold the one
 denominator. So gradients of micro-batches are added and never rescaled.
@@ -11,27 +12,25 @@ Legend: N trained tokens of a micro-batch, T tokens of a row.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from threading import Event
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from paceline.algorithms.base import Algorithm
+from paceline.algorithms.base import AREAS, Objective
 from paceline.errors import ConfigError, TrainerError
 from paceline.observe.metrics import Metrics
+from paceline.trainers.background import WorkThread
 from paceline.trainers.base import Head, Place, SingleTrainerConfig
 from paceline.trainers.devices import fixed_order, resolve_device
-from paceline.trainers.forward import CausalForward
-from paceline.trainers.inputs import check_columns, loss_inputs
+from paceline.trainers.forward import CausalForward, Forward
+from paceline.trainers.inputs import check_columns
 from paceline.trainers.layout import (
     MicroBatch,
     input_lengths,
@@ -48,6 +47,7 @@ from paceline.trainers.recompute import decoder_layers, recomputed
 from paceline.trainers.schedules import learning_rate
 from paceline.trainers.state import load_state, save_state
 from paceline.trainers.tally import Tally
+from paceline.trainers.values import ValueForward, ValueModel
 from paceline.types import Batch, Row, StepReport
 from paceline.weights.base import WeightPlan
 from paceline.weights.tensors import named_tensors
@@ -58,7 +58,6 @@ if TYPE_CHECKING:
     from paceline.types import FloatArray
 
 logger = logging.getLogger(__name__)
-Result = TypeVar("Result")
 
 
 class SingleTrainer:
@@ -67,9 +66,9 @@ class SingleTrainer:
     def __init__(
         self,
         config: SingleTrainerConfig,
-        model: PreTrainedModel,
+        model: PreTrainedModel | ValueModel,
         tokenizer: PreTrainedTokenizerBase | None,
-        algorithm: Algorithm,
+        objective: Objective,
         *,
         horizon: int,
         reference: PreTrainedModel | None = None,
@@ -79,27 +78,26 @@ class SingleTrainer:
         The model is moved to the device and trained in place.
         """
         self._device = resolve_device(config.device)
-        _check(model, algorithm, reference)
+        _check(model, objective, reference)
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         self._config = config
-        self._algorithm = algorithm
+        self._objective = objective
         self._tokenizer = tokenizer
         self._horizon = horizon
         # Evaluation mode: dropout would make log-probs random and ratios differ from 1.
-        self._model: PreTrainedModel = model.to(self._device).eval()
-        self._reference = reference
-        self._forwards = {"policy": CausalForward(self._model, layout=config.layout)}
+        self._model: PreTrainedModel | ValueModel = model.to(self._device).eval()
+        self._trained_forward = _make_forward(self._model, config)
+        self._forwards: dict[Head, Forward] = {self._trained_forward.head: self._trained_forward}
         if reference is not None:
             frozen = reference.to(self._device).eval().requires_grad_(False)
-            self._forwards["reference"] = CausalForward(frozen, layout=config.layout)
+            self._forwards["reference"] = _make_forward(frozen, config)
         self._layers = decoder_layers(model) if config.activation_checkpointing else []
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._optimizer = make_optimizer(model, config)
         self._version = self._num_updates = 0
         self._where: Place = "device"
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
-        self._stop = Event()
+        self._thread = WorkThread("trainer")
 
     @property
     def version(self) -> int:
@@ -107,16 +105,16 @@ class SingleTrainer:
         return self._version
 
     async def forward(self, rows: list[Row], head: Head) -> list[FloatArray]:
-        """Log-probs of the rows' trained tokens, under the policy or the reference. No gradient."""
-        return await self._run(lambda: self._score_rows(rows, head))
+        """Log-probs of the rows' trained tokens, or a critic's values of them. No gradient."""
+        return await self._thread.run(lambda: self._score_rows(rows, head))
 
     async def forward_backward(self, batch: Batch) -> Metrics:
         """Add the gradients of all micro-batches of one optimizer step."""
-        return await self._run(lambda: self._add_gradients(batch))
+        return await self._thread.run(lambda: self._add_gradients(batch))
 
     async def optim_step(self) -> StepReport:
         """Clip, step, advance the schedule. A non-finite gradient leaves all three untouched."""
-        return await self._run(self._step)
+        return await self._thread.run(self._step)
 
     async def send(self, plan: WeightPlan) -> WeightPlan:
         """The plan with this trainer's own tensors: receivers share or copy them."""
@@ -125,7 +123,7 @@ class SingleTrainer:
     async def save(self, path: Path) -> None:
         """Write the folder described in `paceline.trainers.state`; durable on return."""
         counters = {"version": self._version, "updates": self._num_updates}
-        await self._run(
+        await self._thread.run(
             lambda: save_state(
                 path, self._model, self._tokenizer, self._optimizer, counters, self._settings
             )
@@ -139,40 +137,21 @@ class SingleTrainer:
             self._optimizer.zero_grad()
             self._version, self._num_updates = counters["version"], counters["updates"]
 
-        await self._run(load)
+        await self._thread.run(load)
 
     async def place(self, where: Place) -> None:
         """Move weights, gradients, moments and the reference. Nothing moves on a CPU."""
         if self._device.type != "cpu" and where != self._where:
-            await self._run(lambda: self._move(where))
+            await self._thread.run(lambda: self._move(where))
         self._where = where
 
     async def aclose(self) -> None:
         """End the trainer's thread. Idempotent."""
-        self._stop.set()
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._thread.close()
 
     @property
     def _settings(self) -> dict[str, object]:
         return {**self._config.model_dump(mode="json"), "horizon": self._horizon}
-
-    async def _run(self, work: Callable[[], Result]) -> Result:
-        """Call it in the trainer's thread. Cancelled: the thread is idle before this raises."""
-        stop = Event()
-
-        def job() -> Result:
-            self._stop = stop
-            return work()
-
-        future = asyncio.get_running_loop().run_in_executor(self._thread, job)
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            stop.set()
-            await asyncio.wait([future])
-            if not future.cancelled() and (error := future.exception()) is not None:
-                logger.debug("a cancelled call of the trainer ended with %r", error)
-            raise
 
     def _score_rows(self, rows: list[Row], head: Head) -> list[FloatArray]:
         if head not in self._forwards:
@@ -185,30 +164,32 @@ class SingleTrainer:
         with torch.no_grad():
             for micro in self._micro_batches(rows, forward):
                 with self._autocast():
-                    logprobs_N, _ = forward(micro, chunk_tokens=self._config.logprob_chunk_tokens)
+                    scores_N = forward.score(micro)
                 chosen = [rows[i].mask_T for i in micro.rows]
                 ends = np.cumsum([int(mask_T.sum()) for mask_T in chosen])
-                parts = np.split(logprobs_N.cpu().numpy(), ends[:-1])
+                parts = np.split(scores_N.cpu().numpy(), ends[:-1])
                 for i, mask_T, part in zip(micro.rows, chosen, parts, strict=True):
                     scored[i][mask_T] = part
         return scored
 
     def _add_gradients(self, batch: Batch) -> Metrics:
-        check_columns(batch.rows, self._algorithm)
+        forward = self._trained_forward
+        check_columns(batch.rows, self._objective)
         tally = Tally()
         tally.part("loss", torch.zeros((), device=self._device))
         fixed = self._config.deterministic and self._device.type != "cpu"
         try:
             with fixed_order() if fixed else nullcontext():
-                for micro in self._micro_batches(batch.rows, self._forwards["policy"]):
+                for micro in self._micro_batches(batch.rows, forward):
                     self._add_micro_batch(batch.rows, micro, tally)
         except BaseException:
             self._optimizer.zero_grad()  # half a step's gradients would be added to the next one
             raise
-        metrics = tally.metrics("train")
+        area = AREAS[self._objective.output]
+        metrics = tally.metrics(area)
         num_trained = batch.num_trained_tokens
-        metrics.sum("train/trained_tokens", num_trained)
-        metrics.sum("train/empty_batches", num_trained == 0)
+        metrics.sum(f"{area}/trained_tokens", num_trained)
+        metrics.sum(f"{area}/empty_batches", num_trained == 0)
         return metrics
 
     def _add_micro_batch(self, rows: Sequence[Row], micro: MicroBatch, tally: Tally) -> None:
@@ -216,31 +197,29 @@ class SingleTrainer:
             stack.enter_context(self._autocast())
             if self._layers:
                 stack.enter_context(recomputed(self._layers))
-            logprobs_N, entropy_N = self._forwards["policy"](
+            inputs = self._trained_forward.loss_inputs(
+                [rows[i] for i in micro.rows],
                 micro,
-                chunk_tokens=self._config.logprob_chunk_tokens,
-                entropy_gradient=self._algorithm.needs_entropy_gradient,
+                entropy_gradient=self._objective.needs_entropy_gradient,
             )
-        inputs = loss_inputs([rows[i] for i in micro.rows], micro, logprobs_N, entropy_N)
-        output = self._algorithm.loss(inputs)
+        output = self._objective.loss(inputs)
         output.loss.backward()  # type: ignore[no-untyped-call]
         tally.part("loss", output.loss.detach())
         for name, (total, weight) in output.means.items():
             tally.mean(name, total, weight)
-        if self._algorithm.learns_from_rollouts:
+        if self._objective.output == "policy" and self._objective.learns_from_rollouts:
             gap_N = inputs.old_logprobs_N - inputs.behaviour_logprobs_N
             tally.max("mismatch_max", gap_N.detach().abs().max())
 
-    def _micro_batches(self, rows: Sequence[Row], forward: CausalForward) -> Iterator[MicroBatch]:
+    def _micro_batches(self, rows: Sequence[Row], forward: Forward) -> Iterator[MicroBatch]:
         if self._where == "host" and self._device.type != "cpu":
             raise TrainerError('the trainer is on the host: call place("device") first')
         budget = self._config.max_tokens_per_micro_batch
-        if forward.slow_reason is not None:
-            budget = min(budget, self._config.logprob_chunk_tokens)
+        if forward.max_positions is not None:
+            budget = min(budget, forward.max_positions)
         lengths = input_lengths(rows)
         for indices in plan_micro_batches(lengths, budget, forward.layout):
-            if self._stop.is_set():
-                raise TrainerError("the trainer was stopped between two micro-batches")
+            self._thread.check()
             yield make_micro_batch(rows, indices, lengths, forward.layout, self._device)
 
     def _autocast(self) -> AbstractContextManager[object]:
@@ -287,7 +266,17 @@ class SingleTrainer:
             torch.cuda.empty_cache()
 
 
-def _check(model: PreTrainedModel, algorithm: Algorithm, reference: PreTrainedModel | None) -> None:
+def _make_forward(model: PreTrainedModel | ValueModel, config: SingleTrainerConfig) -> Forward:
+    if isinstance(model, ValueModel):
+        return ValueForward(model, layout=config.layout)
+    return CausalForward(
+        model, layout=config.layout, chunk_tokens=config.logprob_chunk_tokens
+    )
+
+
+def _check(
+    model: PreTrainedModel | ValueModel, objective: Objective, reference: PreTrainedModel | None
+) -> None:
     kinds = {p.dtype for p in model.parameters() if p.requires_grad}
     if not kinds:
         raise TrainerError("the model has no parameter that requires a gradient")
@@ -298,5 +287,5 @@ def _check(model: PreTrainedModel, algorithm: Algorithm, reference: PreTrainedMo
         )
     if reference is model:
         raise TrainerError("the reference is the trained model itself: give a copy of it")
-    if algorithm.needs_reference and reference is None:
+    if objective.needs_reference and reference is None:
         raise TrainerError("the algorithm needs a reference model and none was given")

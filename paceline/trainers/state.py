@@ -1,6 +1,6 @@
 """The folder that a trainer saves: model, moments and counters. No pickle; durable when written.
 
-model/                  Hugging Face format, with the tokenizer
+model/                  Hugging Face format, with the tokenizer; of a critic its body, and its head
 optimizer.safetensors   exp_avg, exp_avg_sq and step of each parameter
 trainer.json            counters, the model's fingerprint, settings and versions
 """
@@ -26,6 +26,7 @@ from paceline.models import (
     restore_model,
 )
 from paceline.trainers.optimizer import moments, set_moments
+from paceline.trainers.values import ValueModel, export_value_model, restore_value_model
 from paceline.weights.tensors import named_tensors
 
 if TYPE_CHECKING:
@@ -41,14 +42,15 @@ MODEL_FOLDER = "model"
 
 def save_state(
     path: Path,
-    model: PreTrainedModel,
+    model: PreTrainedModel | ValueModel,
     tokenizer: PreTrainedTokenizerBase | None,
     optimizer: torch.optim.Optimizer,
     counters: dict[str, int],
     settings: dict[str, Any],
 ) -> None:
     """Write everything into the folder `path`; every file is on the disk when this returns."""
-    export_model(model, tokenizer, path / MODEL_FOLDER)
+    export = export_value_model if isinstance(model, ValueModel) else export_model
+    export(model, tokenizer, path / MODEL_FOLDER)
     safetensors.torch.save_file(moments(model, optimizer), path / OPTIMIZER_FILE)
     state = {
         "format": FORMAT,
@@ -63,7 +65,7 @@ def save_state(
 
 def load_state(
     path: Path,
-    model: PreTrainedModel,
+    model: PreTrainedModel | ValueModel,
     optimizer: torch.optim.Optimizer,
     settings: dict[str, Any],
 ) -> dict[str, int]:
@@ -77,11 +79,12 @@ def load_state(
     if differences := fingerprint_differences(state["model"], model_fingerprint(model)):
         raise ResumeMismatchError(
             f"{path} holds another model than the run ({len(differences)} differences): "
-            f"{'; '.join(differences[:5])}; resume with the former [model] block, or start a run "
-            "with another name"
+            f"{'; '.join(differences[:5])}; resume with the former [model] or [critic] "
+            "block, or start a run with another name"
         )
+    restore = restore_value_model if isinstance(model, ValueModel) else restore_model
     try:
-        saved = restore_model(model, path / MODEL_FOLDER)
+        saved = restore(model, path / MODEL_FOLDER)
         tensors = safetensors.torch.load_file(path / OPTIMIZER_FILE)
     except (OSError, ValueError, RuntimeError, safetensors.SafetensorError) as error:
         raise CheckpointError(

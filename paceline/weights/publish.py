@@ -78,6 +78,7 @@ async def _on_all(
         async with asyncio.timeout(deadline_s):
             await call(receiver)
 
+    # ends: each call by `deadline_s`
     results = await asyncio.gather(
         *(bounded(receiver) for receiver in receivers.values()), return_exceptions=True
     )

@@ -76,8 +76,8 @@ def test_a_slice_ends_an_endless_function(tmp_path):
     ("function", "error", "message"),
     [
         ("rows.py:mkae", ConfigError, "rows.py has no 'mkae'; did you mean 'make'?"),
-        ("row.py:make", ConfigError, "no file row.py in .*; did you mean 'rows.py'?"),
-        ("no_such_module_here:make", ConfigError, 'write "no_such_module_here.py:function"'),
+        ("row.py:make", ConfigError, "there is no file .*row.py; did you mean 'rows.py'?"),
+        ("no_such_module_here:make", ConfigError, "write 'no_such_module_here.py:make'"),
         ("rows.py:breaks", DataError, "rows.py:breaks: LookupError: no more"),
         ("rows.py:text", DataError, "gave a str, not an iterable of rows"),
         ("rows.py:number", DataError, "gave a int, not an iterable of rows"),

@@ -67,7 +67,7 @@ def test_a_resolved_config_reads_back_as_itself():
         ({"sources": [{"path": "a", "weight": 0}]}, "greater than 0"),
         ({"sources": [{"path": "a", "weight": float("inf")}]}, "finite"),
         ({"sources": [{"path": "a", "slice": "5"}]}, "'5' is not a slice"),
-        ({"sources": [{"kind": "python", "function": "rows.py"}]}, "module:function"),
+        ({"sources": [{"kind": "python", "function": "rows.py"}]}, "module:name"),
         ({"sources": [{"kind": "jsonl", "path": "a"}]}, "'jsonl'"),
         ({"sources": [{"kind": "reasoning_gym"}]}, "task"),
         ({"path": "a", "shuffle": "false"}, "valid boolean"),

@@ -16,8 +16,6 @@ def test_defaults_are_a_valid_rollout() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"sampling": {"top_p": 0.9}}, "temperature only"),
-        ({"sampling": {"temperature": 0.0}}, "temperature > 0"),
         ({"dynamic_sampling": True, "samples_per_prompt": 1}, "2 or more"),
         ({"overlong_penalty": 1.0}, "only together"),
         ({"overlong_window": 10}, "only together"),

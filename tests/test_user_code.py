@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.rollout.user_code import (
-    REWARD_NAMES,
+from paceline.rollout.worker_protocol import REWARD_NAMES
+from paceline.user_code import (
     find_problem,
     load_callable,
+    load_object,
     read_signature,
     split_location,
 )
@@ -72,15 +73,16 @@ def test_files_of_one_name_do_not_meet(folder: Path, tmp_path: Path) -> None:
 
 def test_a_module_of_the_folder(folder: Path) -> None:
     assert load_callable("math:sqrt", folder)(4) == 2.0
-    with pytest.raises(ConfigError, match="relative to"):
-        load_callable("no_such_module_here:f", folder)
+    with pytest.raises(ConfigError, match=r"write 'no_such/module.py:f', relative to"):
+        load_callable("no_such.module:f", folder)
 
 
 @pytest.mark.parametrize(
     ("location", "message"),
     [
         ("mine.py:scor", "did you mean 'score'"),
-        ("absent.py:score", "there is no file"),
+        ("qqq.py:score", "there is no file .*; there is 'broken.py', "),
+        ("mien.py:score", "there is no file .*; did you mean 'mine.py'?"),
         ("mine.py", "not of the form"),
         ("mine.py:LIMIT", "not a function"),
     ],
@@ -88,6 +90,15 @@ def test_a_module_of_the_folder(folder: Path) -> None:
 def test_what_can_not_be_loaded_is_named(folder: Path, location: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_callable(location, folder)
+
+
+def test_a_file_is_run_once_until_it_is_edited(folder: Path) -> None:
+    path = folder / "counted.py"
+    path.write_text("import companion\ncompanion.VALUE += 1\nlimit = 1\n")
+    assert load_object("counted.py:limit", folder) == load_object("counted.py:limit", folder) == 1
+    assert load_object("companion:VALUE", folder) == 1.5
+    path.write_text("limit = 2\n")
+    assert load_object("counted.py:limit", folder) == 2
 
 
 def test_errors_of_the_users_file_pass_through_and_leave_no_module(folder: Path) -> None:
@@ -105,7 +116,7 @@ def test_errors_of_the_users_file_pass_through_and_leave_no_module(folder: Path)
         ("mine.py:partial", None),
         ("mine.py:chosen", None),
         ("json:dumps", None),
-        ("mine.py:wrong", "asks for 'anwser' (did you mean 'answer'?)"),
+        ("mine.py:wrong", "asks for 'anwser'; did you mean 'answer'?"),
         ("mine.py:scor", "did you mean 'score'"),
         ("absent.py:f", "there is no file"),
         ("broken.py:score", "not valid Python"),

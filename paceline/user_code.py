@@ -1,12 +1,11 @@
-"""Functions of the user: finding them by file or module, and calling them with what they declare.
+"""Code of the user: finding it by file or module, and calling it with what it declares.
 
-Standard library only: the worker processes of `workers` import this.
+Standard library only: the worker processes of rewards import this.
 """
 
 from __future__ import annotations
 
 import ast
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -18,10 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from paceline.errors import ConfigError
-
-REWARD_NAMES = ("completion", "prompt", "answer", "metadata", "messages", "finish", "num_tokens")
-"""What a reward function may ask for."""
+from paceline.errors import ConfigError, nearest_hint
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,25 +67,35 @@ def read_signature(function: Callable[..., Any], allowed: Iterable[str], what: s
 
 
 def load_callable(location: str, base: Path) -> Callable[..., Any]:
-    """What `file.py:name` or `module:name` names. A class is made into an object.
+    """The function that `location` names; a class is made into an object.
 
-    Files are looked up relative to `base`. Raises ConfigError if there is no such thing;
-    exceptions of the user's own code pass through.
+    Raises as `load_object`, and ConfigError if it is not something to call.
     """
-    source, name = split_location(location)
-    module = _load_file(base, source) if source.endswith(".py") else _load_module(base, source)
-    try:
-        found = getattr(module, name)
-    except AttributeError:
-        raise ConfigError(_no_such_name(name, source, dir(module))) from None
+    found = load_object(location, base)
     if inspect.isclass(found):
         found = found()
     if not callable(found):
+        name = location.rpartition(":")[2]
         raise ConfigError(f"{location}: {name!r} is a {type(found).__name__}, not a function")
     return found  # type: ignore[no-any-return]
 
 
+def load_object(location: str, base: Path) -> Any:
+    """What `file.py:name` or `module:name` names.
+
+    Files and modules are looked up relative to `base`. A file that did not change is run once.
+    Raises ConfigError if there is no such thing; exceptions of the user's own code pass through.
+    """
+    source, name = split_location(location)
+    module = _load_file(base, source) if source.endswith(".py") else _load_module(base, location)
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        raise ConfigError(_no_such_name(name, source, vars(module))) from None
+
+
 def split_location(location: str) -> tuple[str, str]:
+    """File or module, and name. Raises ConfigError for another form."""
     source, _, name = location.rpartition(":")
     if not source or not name.isidentifier():
         raise ConfigError(f"{location!r} is not of the form 'file.py:name' or 'module:name'")
@@ -107,9 +113,9 @@ def find_problem(location: str, base: Path, allowed: Iterable[str] | None = None
         return str(exc)
     if not source.endswith(".py"):
         return None
-    path = base / source
+    path = _path_of(base, source)
     if not path.is_file():
-        return f"{location!r}: there is no file {path}"
+        return _no_such_file(path)
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
     except (SyntaxError, ValueError) as exc:
@@ -129,11 +135,16 @@ def add_to_path(folders: Iterable[str]) -> None:
     sys.path.extend(folder for folder in folders if folder not in sys.path)
 
 
+def _path_of(base: Path, source: str) -> Path:
+    return (base / Path(source).expanduser()).resolve()
+
+
 def _load_file(base: Path, source: str) -> ModuleType:
-    path = (base / source).resolve()
+    path = _path_of(base, source)
     if not path.is_file():
-        raise ConfigError(f"{source!r}: there is no file {path}")
-    digest = hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()
+        raise ConfigError(_no_such_file(path))
+    # By content, so that an edited file is not taken for what it was.
+    digest = hashlib.blake2b(str(path).encode() + path.read_bytes(), digest_size=8).hexdigest()
     unique = f"paceline_user_{path.stem}_{digest}"
     if unique in sys.modules:
         return sys.modules[unique]
@@ -142,6 +153,7 @@ def _load_file(base: Path, source: str) -> ModuleType:
         raise ConfigError(f"{path} can not be imported as Python code")
     add_to_path([str(path.parent)])
     module = importlib.util.module_from_spec(spec)
+    # Data classes and pickling look their module up here.
     sys.modules[unique] = module
     try:
         spec.loader.exec_module(module)
@@ -151,15 +163,17 @@ def _load_file(base: Path, source: str) -> ModuleType:
     return module
 
 
-def _load_module(base: Path, source: str) -> ModuleType:
+def _load_module(base: Path, location: str) -> ModuleType:
+    source, name = split_location(location)
     add_to_path([str(base.resolve())])
     try:
         return importlib.import_module(source)
     except ModuleNotFoundError as exc:
-        if exc.name is None or not (source + ".").startswith(exc.name + "."):
+        if exc.name is None or not f"{source}.".startswith(f"{exc.name}."):
             raise
+        file = f"{source.replace('.', '/')}.py:{name}"
         raise ConfigError(
-            f"{source!r}: no such module; a file of your own is named as 'folder/file.py:name', "
+            f"no module named {exc.name!r}: for a file of your own write {file!r}, "
             f"relative to {base.resolve()}"
         ) from exc
 
@@ -193,12 +207,15 @@ def _required_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[s
 
 
 def _unknown_parameter(name: str, allowed: tuple[str, ...], what: str) -> str:
-    near = difflib.get_close_matches(name, allowed, n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
-    return f"{what} asks for {name!r}{hint}: it may declare {', '.join(allowed)}"
+    near = nearest_hint(name, allowed, few=0)
+    return f"{what} asks for {name!r}{near}; it may declare {', '.join(allowed)}"
+
+
+def _no_such_file(path: Path) -> str:
+    siblings = [other.name for other in path.parent.glob("*.py")]
+    return f"there is no file {path}{nearest_hint(path.name, siblings)}"
 
 
 def _no_such_name(name: str, source: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(names), n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"{source} has no {name!r}{hint}"
+    public = [known for known in names if not known.startswith("_")]
+    return f"{source} has no {name!r}{nearest_hint(name, public)}"

@@ -32,7 +32,7 @@ async def bounded(work: Coroutine[Any, Any, T], timeout_s: float) -> T:
 
 async def stop(*tasks: asyncio.Task[Any], grace_s: float = STOP_GRACE_S) -> None:
     """Cancel what still runs and wait until it has ended, for `grace_s` at most."""
-    running = {task for task in tasks if not task.done()}
+    running = [task for task in tasks if not task.done()]
     for task in running:
         task.cancel()
     if running:
