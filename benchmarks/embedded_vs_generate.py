@@ -8,7 +8,16 @@ does not change; on an idle core it is the time on the clock.
 
     OMP_NUM_THREADS=1 python benchmarks/embedded_vs_generate.py
 
-TABLE
+Two shared cores, one thread, torch 2.13, transformers 5.24, float32, median of 5 turns:
+
+| what | tokens/s | against the best `generate` |
+|---|---|---|
+| generate, 64 rows | 1018 | 1.00 x |
+| generate, 512 rows | 800 | 0.79 x |
+| engine, max_batch 64 | 4965 | 4.88 x |
+| engine, max_batch 128 | 6687 | 6.57 x |
+| engine, max_batch 256 | 8236 | 8.09 x |
+| engine, max_batch 512 | 9218 | 9.06 x |
 """
 
 from __future__ import annotations

@@ -6,10 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.algorithms.base import Algorithm, Credit
-from paceline.data.packing import assign_credit, make_batches, read_scores
+from paceline.data.packing import (
+    assign_credit,
+    make_batches,
+    read_scores,
+    take_values,
+    with_final_position,
+)
 from paceline.engines.base import Engine
 from paceline.observe.metrics import Metrics
-from paceline.trainers.base import Trainer
+from paceline.trainers.base import AREAS, Head, Place, Trainer
 from paceline.types import Batch, Group, Row
 from paceline.weights.base import PauseMode, Transport, WeightPlan
 from paceline.weights.publish import publish
@@ -28,48 +34,99 @@ class Policy:
     epochs_per_step: int = 1
     pause: PauseMode = "finish"
     version: int = -1
+    critic: Trainer | None = None
+    """Learns what the algorithm's `critic` says; there if the algorithm has one."""
+    critic_only_steps: int = 0
+    """First steps in which the critic learns alone."""
+    takes_turns: bool = False
+    """The trainer and its critic are never on the device together."""
 
-    async def learn(self, groups: Sequence[Group]) -> tuple[Credit, Metrics]:
-        """Credit, then every optimizer step that this rollout is worth.
+    async def learn(
+        self, groups: Sequence[Group], *, critic_only: bool = False
+    ) -> tuple[Credit, Metrics]:
+        """Credit, then every optimizer step that this rollout is worth: the critic's, the actor's.
 
-        The reference, and the old log-probs where the weights move away from them, are computed
-        once for the whole rollout; each optimizer step has its own denominators.
+        What models say of the rollout is computed once, before anything is learned from it; each
+        optimizer step has its own denominators. critic_only: the actor stays as it is.
         """
         batches = make_batches(groups, self.name, self.algorithm, self.updates_per_step)
         rows = [row for batch in batches for row in batch.rows]
-        await self._score(rows, moves_away=len(batches) * self.epochs_per_step > 1)
+        num_updates = 0 if critic_only else len(batches) * self.epochs_per_step
+        await self._score(rows, moves_away=num_updates > 1)
+        await self._value(rows)
         credit = self.algorithm.credit(groups, self.name, read_scores(groups, self.name, rows))
         assign_credit(groups, self.name, rows, credit)
         metrics = Metrics()
         metrics.merge(credit.metrics)
-        for _ in range(self.epochs_per_step):
-            for batch in batches:
-                metrics.merge(await self._update(batch))
+        if self.critic is not None:
+            metrics.merge(await self._train(self.critic, batches, "values"))
+        if not critic_only:
+            metrics.merge(await self._train(self.trainer, batches, "policy"))
         return credit, metrics
 
     async def _score(self, rows: list[Row], *, moves_away: bool) -> None:
-        """Without a second update the old log-probs are the current ones, and cost nothing."""
+        """Log-probs of the reference, and of the weights before the first update.
+
+        Without a second update the latter are the current ones, and cost nothing.
+        """
         if self.algorithm.needs_reference:
-            for row, logprobs_T in zip(
-                rows, await self.trainer.forward(rows, "reference"), strict=True
-            ):
+            await self._take_turn(self.trainer)
+            scored = await self.trainer.forward(rows, "reference")
+            for row, logprobs_T in zip(rows, scored, strict=True):
                 row.reference_logprobs_T = logprobs_T
-        if moves_away and self.algorithm.learns_from_rollouts:
-            for row, logprobs_T in zip(
-                rows, await self.trainer.forward(rows, "policy"), strict=True
-            ):
+        is_compared = moves_away and self.algorithm.learns_from_rollouts
+        if is_compared or self.algorithm.needs_old_logprobs:
+            await self._take_turn(self.trainer)
+            scored = await self.trainer.forward(rows, "policy")
+            for row, logprobs_T in zip(rows, scored, strict=True):
                 row.old_logprobs_T = logprobs_T
 
-    async def _update(self, batch: Batch) -> Metrics:
-        metrics = await self.trainer.forward_backward(batch)
-        report = await self.trainer.optim_step()
-        metrics.mean("train/grad_norm", report.grad_norm)
-        metrics.mean("train/lr", report.lr)
-        metrics.sum("train/skipped_updates", report.is_skipped)
+    async def _value(self, rows: list[Row]) -> None:
+        """What the critic expects before each token, and at the end if the algorithm asks."""
+        if self.critic is None:
+            return
+        states = rows
+        if self.algorithm.needs_final_values:
+            states = [with_final_position(row) for row in rows]
+        await self._take_turn(self.critic)
+        for row, values_T in zip(rows, await self.critic.forward(states, "values"), strict=True):
+            take_values(row, values_T)
+
+    async def _train(self, trainer: Trainer, batches: list[Batch], head: Head) -> Metrics:
+        await self._take_turn(trainer)
+        metrics, area = Metrics(), AREAS[head]
+        for _ in range(self.epochs_per_step):
+            for batch in batches:
+                metrics.merge(await trainer.forward_backward(batch))
+                report = await trainer.optim_step()
+                metrics.mean(f"{area}/grad_norm", report.grad_norm)
+                metrics.mean(f"{area}/lr", report.lr)
+                metrics.sum(f"{area}/skipped_updates", report.is_skipped)
         return metrics
 
+    async def place(self, where: Place) -> None:
+        """Move to the host what trains, or to the device what works first when it learns."""
+        if where == "host":
+            await self.trainer.place("host")
+            if self.critic is not None:
+                await self.critic.place("host")
+        else:
+            is_scored = self.algorithm.needs_reference or self.algorithm.needs_old_logprobs
+            first = self.trainer if self.critic is None or is_scored else self.critic
+            await first.place("device")
+
+    async def _take_turn(self, trainer: Trainer) -> None:
+        """Bring one of the two to the device, after the other has left."""
+        if self.takes_turns and self.critic is not None:
+            await (self.critic if trainer is self.trainer else self.trainer).place("host")
+            await trainer.place("device")
+
     async def publish(self) -> None:
-        """Bring the engines to the trainer's version; on failure none serves it."""
+        """Bring the engines to the trainer's version; on failure none serves it.
+
+        Done even where the version is served already: engines forget what they have cached, so
+        that a resumed run computes the same bits.
+        """
         plan = WeightPlan(self.name, self.trainer.version, self.transport)
         sent = await publish(self.trainer, {"engine": self.engine}, plan, pause=self.pause)
         self.version = sent.version

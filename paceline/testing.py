@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from paceline.engines.base import Completion, Part, Request
 from paceline.errors import EngineError
 from paceline.observe.metrics import Metrics
-from paceline.trainers.base import Head, Place
+from paceline.trainers.base import AREAS, Head, Place
 from paceline.types import Batch, Row, StepReport
 from paceline.weights.base import PauseMode, WeightPlan
 
@@ -123,22 +125,34 @@ class FakeEngine:
 
 
 class FakeTrainer:
-    """One number for a model: each optimizer step adds the number of trained tokens to it."""
+    """One number for a model: each optimizer step adds the number of trained tokens to it.
 
-    def __init__(self, *, ledger: MemoryLedger | None = None, size: int = 40) -> None:
+    It may stand for a policy's trainer or its critic's, whose value of every state is that number.
+    """
+
+    def __init__(
+        self,
+        *,
+        ledger: MemoryLedger | None = None,
+        size: int = 40,
+        head: Head = "policy",
+        name: str = "trainer",
+    ) -> None:
+        """name: its owner's in the ledger."""
         self.calls: list[str] = []
         self.weight = 0
         self.fail_step: int | None = None
         self._version = 0
         self._pending = 0
         self._ledger, self._size = ledger, size
+        self._head, self._name = head, name
         self._account("device" if ledger is None else "host")
 
     def _account(self, where: Place) -> None:
         self._where = where
         if self._ledger is not None:
             on_device = self._size if where == "device" else 0
-            self._ledger.hold("trainer", device=on_device, host=self._size - on_device)
+            self._ledger.hold(self._name, device=on_device, host=self._size - on_device)
 
     @property
     def version(self) -> int:
@@ -146,17 +160,19 @@ class FakeTrainer:
 
     async def forward(self, rows: list[Row], head: Head) -> list[FloatArray]:
         self.calls.append(f"forward {head}")
+        if head == "values":
+            return [np.where(row.mask_T, float(self.weight), 0.0) for row in rows]
         return [row.behaviour_logprobs_T for row in rows]
 
     async def forward_backward(self, batch: Batch) -> Metrics:
         self.calls.append("forward_backward")
         if self._where != "device":
-            raise RuntimeError("the trainer is not on the device")
+            raise RuntimeError(f"the {self._name} is not on the device")
         if self.fail_step == self._version + 1:
             raise RuntimeError(f"step {self.fail_step} fails")
         self._pending += batch.num_trained_tokens
         metrics = Metrics()
-        metrics.mean("train/loss", float(batch.num_trained_tokens))
+        metrics.mean(f"{AREAS[self._head]}/loss", float(batch.num_trained_tokens))
         return metrics
 
     async def optim_step(self) -> StepReport:

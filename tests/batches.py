@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.algorithms.base import Algorithm, LossInputs
-from paceline.data.packing import assign_credit, make_batches
+from paceline.algorithms.base import Algorithm, LossInputs, Objective
+from paceline.data.packing import assign_credit, make_batches, read_scores
 from paceline.observe.metrics import Metrics
 from paceline.types import Episode, Group, Prompt, Row, Sample, Status
 
@@ -91,64 +91,98 @@ def random_rollout(rng: np.random.Generator, num_groups: int = 3) -> list[Group]
     return groups
 
 
+NUM_TOP = 3
+"""Tokens of a teacher at each position."""
+
+
 @dataclass
 class Scored:
-    """A row with what the model of the moment says of it. Float64 leaves, as long as the row."""
+    """A row with what the models of the moment say of it. Float64 leaves, as long as the row."""
 
     row: Row
     logprobs_T: torch.Tensor
     entropy_T: torch.Tensor
+    values_T: torch.Tensor
+    top_logprobs_TK: torch.Tensor
+
+    @property
+    def leaves(self) -> dict[str, torch.Tensor]:
+        return {
+            "logprobs": self.logprobs_T,
+            "entropy": self.entropy_T,
+            "values": self.values_T,
+            "top_logprobs": self.top_logprobs_TK,
+        }
 
 
 @dataclass
 class Update:
     loss: float = 0.0
-    grads: list[np.ndarray] = field(default_factory=list)
-    entropy_grads: list[np.ndarray] = field(default_factory=list)
-    metrics: dict[str, float] = field(default_factory=dict)
+    gradients: dict[str, list[np.ndarray]] = field(default_factory=dict)
+    """Leaf -> one array for each row."""
+    partial: Metrics = field(default_factory=Metrics)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return self.partial.values()
+
+    @property
+    def grads(self) -> list[np.ndarray]:
+        return self.gradients["logprobs"]
 
 
 def score_rollout(
     groups: list[Group], algorithm: Algorithm, seed: int, spread: float = 0.4
 ) -> list[Scored]:
-    """Rows of one optimizer step with log-probs that depend on the sample alone."""
+    """Rows of one optimizer step with scores that depend on the sample alone, and their credit."""
     batch, *_ = make_batches(groups, "policy", algorithm, 1, np.float64) or [None]
     rows = [] if batch is None else batch.rows
-    assign_credit(groups, "policy", rows, algorithm.credit(groups, "policy"))
-    return [_score(row, seed, spread) for row in rows]
+    scored = [_score(row, seed, spread) for row in rows]
+    credit = algorithm.credit(groups, "policy", read_scores(groups, "policy", rows))
+    assign_credit(groups, "policy", rows, credit)
+    return scored
 
 
 def _score(row: Row, seed: int, spread: float) -> Scored:
     length = len(row.tokens_T)
     first = row.behaviour_logprobs_T[np.flatnonzero(row.mask_T)[0]]
     key = [seed, int(-first * 1e9), row.episode[1]]
-
-    def noise(column: int) -> np.ndarray:
-        return spread * np.random.default_rng([*key, column]).normal(size=length)
-
-    row.old_logprobs_T = row.behaviour_logprobs_T + 0.1 * noise(0)
-    row.reference_logprobs_T = row.behaviour_logprobs_T + noise(1)
+    # A longer row begins with the same numbers.
+    noise = spread * np.random.default_rng(key).normal(size=(length, 7 + 2 * (NUM_TOP + 1)))
+    top = torch.tensor(4 * noise[:, 7:]).unflatten(1, (2, NUM_TOP + 1)).log_softmax(-1)
+    row.old_logprobs_T = row.behaviour_logprobs_T + 0.1 * noise[:, 0]
+    row.reference_logprobs_T = row.behaviour_logprobs_T + noise[:, 1]
+    row.values_T = noise[:, 2]
+    row.final_value = float(noise[0, 0])
+    row.teacher_logprobs_T = row.behaviour_logprobs_T + noise[:, 3]
+    row.teacher_ids_TK = np.tile(np.arange(NUM_TOP), (length, 1))
+    row.teacher_top_logprobs_TK = top[:, 0, :NUM_TOP].numpy()
     return Scored(
         row,
-        torch.tensor(row.old_logprobs_T + noise(2), requires_grad=True),
-        torch.tensor(np.abs(noise(3)), requires_grad=True),
+        torch.tensor(row.old_logprobs_T + noise[:, 4], requires_grad=True),
+        torch.tensor(np.abs(noise[:, 5]), requires_grad=True),
+        torch.tensor(row.values_T + noise[:, 6], requires_grad=True),
+        top[:, 1, :NUM_TOP].clone().requires_grad_(),
     )
 
 
 def micro_batch(scored: Sequence[Scored], part: slice = slice(None)) -> LossInputs:
     """The trained tokens of the rows; `part` takes some of each row's (context parallelism)."""
     picks = [np.flatnonzero(s.row.mask_T)[part] for s in scored]
+    starts = np.cumsum([0, *(len(s.row.mask_T) for s in scored)])
+    places = np.concatenate([*(p + a for p, a in zip(picks, starts, strict=False)), np.zeros(0)])
+    index_N = torch.from_numpy(places.astype(np.int64))
 
-    def column(name: str) -> torch.Tensor:
-        found = [getattr(s.row, name)[p] for s, p in zip(scored, picks, strict=True)]
-        return torch.tensor(np.concatenate([*found, np.zeros(0)]), dtype=torch.float64)
+    def column(name: str, *shape: int) -> torch.Tensor:
+        found = [getattr(s.row, name) for s in scored]
+        return torch.from_numpy(np.concatenate([*found, np.zeros((0, *shape))]))[index_N]
 
-    def leaf(name: str) -> torch.Tensor:
-        found = [getattr(s, name)[torch.tensor(p)] for s, p in zip(scored, picks, strict=True)]
-        return torch.cat([*found, torch.zeros(0, dtype=torch.float64)])
+    def leaf(name: str, *shape: int) -> torch.Tensor:
+        found = [s.leaves[name] for s in scored]
+        return torch.cat([*found, torch.zeros((0, *shape), dtype=torch.float64)])[index_N]
 
     return LossInputs(
-        logprobs_N=leaf("logprobs_T"),
+        logprobs_N=leaf("logprobs"),
         old_logprobs_N=column("old_logprobs_T"),
         behaviour_logprobs_N=column("behaviour_logprobs_T"),
         advantages_N=column("advantages_T"),
@@ -156,34 +190,36 @@ def micro_batch(scored: Sequence[Scored], part: slice = slice(None)) -> LossInpu
         rows_N=torch.tensor([i for i, p in enumerate(picks) for _ in p], dtype=torch.int64),
         num_rows=len(scored),
         reference_logprobs_N=column("reference_logprobs_T"),
-        entropy_N=leaf("entropy_T"),
+        entropy_N=leaf("entropy"),
+        values_N=leaf("values"),
+        old_values_N=column("values_T"),
+        returns_N=None if any(s.row.returns_T is None for s in scored) else column("returns_T"),
+        teacher_logprobs_N=column("teacher_logprobs_T"),
+        teacher_top_logprobs_NK=column("teacher_top_logprobs_TK", NUM_TOP),
+        top_logprobs_NK=leaf("top_logprobs", NUM_TOP),
     )
 
 
 def run_update(
-    algorithm: Algorithm, scored: Sequence[Scored], micro_batches: Sequence[LossInputs]
+    objective: Objective, scored: Sequence[Scored], micro_batches: Sequence[LossInputs]
 ) -> Update:
     """Sum the losses and add up the metrics of the micro-batches; gradients per row."""
     update = Update()
-    metrics = Metrics()
     for s in scored:
-        s.logprobs_T.grad = s.entropy_T.grad = None
+        for leaf in s.leaves.values():
+            leaf.grad = None
     for inputs in micro_batches:
-        output = algorithm.loss(inputs)
+        output = objective.loss(inputs)
         if output.loss.requires_grad:
             output.loss.backward()
         update.loss += output.loss.item()
         for name, (total, weight) in output.means.items():
-            metrics.mean(name, total.item(), weight.item())
+            update.partial.mean(name, total.item(), weight.item())
     for s in scored:
-        update.grads.append(_grad(s.logprobs_T))
-        update.entropy_grads.append(_grad(s.entropy_T))
-    update.metrics = metrics.values()
+        for name, leaf in s.leaves.items():
+            grad = np.zeros(leaf.shape) if leaf.grad is None else leaf.grad.numpy().copy()
+            update.gradients.setdefault(name, []).append(grad)
     return update
-
-
-def _grad(leaf: torch.Tensor) -> np.ndarray:
-    return np.zeros(leaf.shape) if leaf.grad is None else leaf.grad.numpy().copy()
 
 
 def inputs_of(

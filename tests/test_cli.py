@@ -444,10 +444,10 @@ def test_reward_test_scores_given_completions(
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "has no completions"),
+        ("", "has no lines"),
         ('{"completion": "2"}\n{', ":2: not valid JSON"),
-        ('{"text": "2"}', ":1: write an object with a text `completion`"),
-        ("[1]", ":1: write an object with a text `completion`"),
+        ('{"text": "2"}', ":1: needs an object with the text column 'completion'"),
+        ("[1]", ":1: needs an object with the text column 'completion'"),
     ],
 )
 def test_reward_test_names_bad_lines(

@@ -222,7 +222,7 @@ def test_the_first_line_names_the_file_and_counts(tmp_path: Path) -> None:
         ("[algorithm]\nkind = 'sft'\nclip_low = 1", r"belongs to kind 'grpo'.*kind is 'sft'"),
         ("[algorithm]\nloss_mean = 'constant'", r"algorithm.*constant_tokens"),
         ("[memory]\norder = 3", r"found 3, allowed: one of `none`, `host`, `device`"),
-        ("lr = 3", r"unknown key.*data.lr|did you mean `trainer.lr`\?"),
+        ("lr = 3", r"unknown key; did you mean `trainer.lr` or `critic.lr`\?"),
         ("trainer = 3", r"unknown key|found 3, allowed: table"),
     ],
 )

@@ -65,7 +65,8 @@ def test_lists_are_named_with_or_without_brackets() -> None:
 
 
 def test_a_bare_name_finds_its_key() -> None:
-    assert explain("lr") == explain("trainer.lr")
+    assert explain("betas") == explain("trainer.betas")
+    assert explain("lr") == "lr is a key of several blocks: trainer.lr and critic.lr."
     assert "rollout.sampling.top_p" in explain("top_p")
 
 

@@ -16,7 +16,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "paceline"
 FILES = sorted(PACKAGE.rglob("*.py"))
-MARK = re.compile(r"# ends: \w.+")
+MARK = re.compile(r"# ends: \S.+")
 
 # Dotted name -> how many positional values it has when one of them is the limit; 0: none ever is.
 FUNCTIONS = {
@@ -169,8 +169,9 @@ class Waits(ast.NodeVisitor):
 
     def _add(self, node: ast.expr) -> None:
         # A limit of the event loop does not end what blocks the loop.
-        blocks = isinstance(node, ast.Call) and node not in self._awaited
-        if not self._is_limited or (blocks and not dotted(node.func).startswith("asyncio.")):
+        is_call = isinstance(node, ast.Call) and node not in self._awaited
+        blocks = is_call and not ast.unparse(node).startswith("asyncio.")
+        if blocks or not self._is_limited:
             self.found.append((node.lineno, self._statement_line, ast.unparse(node)))
 
 

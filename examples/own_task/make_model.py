@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 
 def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "model"
-    vocab = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *"0123456789in= "])}
+    vocab = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *"0123456789<=>?:"])}
     core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     core.decoder = decoders.Fuse()

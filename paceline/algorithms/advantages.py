@@ -2,21 +2,23 @@
 
     centred         A_i = r_i - mean(r)
     standardised    A_i = (r_i - mean(r)) / (std(r) + 1e-6),  std unbiased: divided by n - 1
+    leave_one_out   A_i = r_i - mean of the other r_j          arXiv 2402.14740, section 3.3
+
+and over all trained tokens of a rollout:
+
+    whitened        A_t = (x_t - mean(x)) / (std(x) + 1e-6),  std unbiased
 
 Sums are exact (`math.fsum`), so the order of the episodes changes nothing.
-Legend: G episodes of a group that can be trained on.
+Legend: G episodes of a group that can be trained on; N trained tokens of a rollout.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from paceline.algorithms.base import Credit
-from paceline.algorithms.reductions import num_trained_tokens
 from paceline.errors import RewardError
-from paceline.observe.metrics import Metrics
-from paceline.types import Episode, Group
+from paceline.types import Episode
 
 STD_EPS = 1e-6
 """Keeps nearly equal rewards from being blown up."""
@@ -27,9 +29,14 @@ that scores in float32, is not more exact than that."""
 
 
 def has_zero_variance(rewards_G: Sequence[float]) -> bool:
-    """True if the rewards are equal up to float32's rounding, so that nothing can be learned."""
+    """True if the rewards are equal up to float32's rounding, so that nothing can be learned.
+
+    NaN is equal to nothing: it is not hidden by an advantage of 0.
+    """
     if not rewards_G:
         return True
+    if any(map(math.isnan, rewards_G)):
+        return False
     spread = max(rewards_G) - min(rewards_G)
     return spread <= FLOAT32_EPS * max(abs(r) for r in rewards_G)
 
@@ -54,61 +61,19 @@ def standardised(rewards_G: Sequence[float]) -> list[float]:
     return [c / (std + STD_EPS) for c in centred_G]
 
 
-def credit_episodes(
-    groups: Sequence[Group], policy: str, advantages: Callable[[list[float]], list[float]]
-) -> Credit:
-    """Give every trained token of an episode the episode's advantage among its group.
+def leave_one_out(rewards_G: Sequence[float]) -> list[float]:
+    """r_i - mean of the others; exactly 0.0 if the rewards have no variance.
 
-    Compared are the trainable episodes of one group, a role at a time, each with one reward
-    however many samples it was cut into. Fewer than two leave nothing to compare: advantage 0.
-    Raises RewardError if a trainable sample has no finite reward, or siblings disagree.
+    Written as G / (G - 1) (r_i - mean(r)), which is the same.
+    Example: [1, 0, 0] -> [1, -0.5, -0.5].
     """
-    metrics = count_episodes(groups, policy)
-    columns: list[list[float]] = []
-    for group in groups:
-        by_role = {
-            role: _advantages_of_role(group, policy, role, advantages, metrics)
-            for role in sorted({sample.role for sample in group.samples(policy)})
-        }
-        for index, episode in enumerate(group.episodes):
-            for sample in episode.samples:
-                if sample.policy == policy:
-                    advantage = by_role[sample.role].get(index, 0.0)
-                    columns.append([advantage if trained else 0.0 for trained in sample.mask])
-    return Credit(columns, metrics=metrics)
+    size = len(rewards_G)
+    return [c * (size / (size - 1)) if c else 0.0 for c in centred(rewards_G)]
 
 
-def count_episodes(groups: Sequence[Group], policy: str) -> Metrics:
-    """How many episodes the policy can not learn from, and why."""
-    metrics = Metrics()
-    for episode in (episode for group in groups for episode in group.episodes):
-        if any(sample.policy == policy for sample in episode.samples):
-            is_masked = episode.is_trainable and num_trained_tokens(episode, policy) == 0
-            metrics.sum("train/masked_episodes", is_masked)
-            metrics.sum("train/untrainable_episodes", not episode.is_trainable)
-    return metrics
-
-
-def _advantages_of_role(
-    group: Group,
-    policy: str,
-    role: str,
-    advantages: Callable[[list[float]], list[float]],
-    metrics: Metrics,
-) -> dict[int, float]:
-    """Position of an episode in the group -> its advantage."""
-    rewards: dict[int, float] = {}
-    for index, episode in enumerate(group.episodes):
-        reward = episode_reward(episode, policy, role) if episode.is_trainable else None
-        if reward is not None:
-            rewards[index] = reward
-    values = list(rewards.values())
-    is_small = len(values) < 2
-    metrics.sum("train/small_groups", is_small)
-    metrics.sum("train/zero_variance_groups", not is_small and has_zero_variance(values))
-    found = [0.0] * len(values) if is_small else advantages(values)
-    metrics.mean("train/advantage_abs", math.fsum(map(abs, found)), len(found))
-    return dict(zip(rewards, found, strict=True))
+def whitened(values_N: Sequence[float]) -> list[float]:
+    """(x - mean(x)) / (unbiased std(x) + 1e-6); exactly 0.0 without variance, so for one value."""
+    return standardised(values_N)
 
 
 def episode_reward(episode: Episode, policy: str, role: str) -> float | None:

@@ -99,8 +99,10 @@ class Credit:
 
 
 class Objective(Protocol):
-    """What a trainer asks of what it minimises. Whether that is a loss of log-probs or of a critic's
-    values follows from the trainer's model."""
+    """What a trainer asks of what it minimises.
+
+    Whether that is a loss of log-probs or of a critic's values follows from the trainer's model.
+    """
 
     @property
     def learns_from_rollouts(self) -> bool:

@@ -1,24 +1,23 @@
 """Importance correction for engines whose log-probs differ from the trainer's.
 
 Tokens are drawn from the engine's distribution mu (its kernels, its number format, weights that may
-be older); the loss assumes the trainer's pi_old. With the log-ratio d_t = log pi_old - log mu of a
-trained token, held within +-20, each term of the policy loss is multiplied by a constant:
+be older); the loss assumes the trainer's pi_old. With d_t = log pi_old - log mu of a trained token,
+each term of the policy loss is multiplied by a constant w, its logarithm held within +-20:
 
-    w = exp(d_t)                          level = "token"      biased, low variance
-    w = exp(sum of d over the row)        level = "sequence"   unbiased before bounds, high variance
-    w = exp(mean of d over the row)       level = "geometric"  biased, does not grow with length
+    w = exp(d_t)                      level = "token"      biased, low variance
+    w = exp(sum of d over the row)    level = "sequence"   unbiased without bounds, high variance
+    w = exp(mean of d over the row)   level = "geometric"  biased, does not grow with the length
 
-    min(w, high)                          mode = "truncate"    E. Ionides, "Truncated Importance
-                                          Sampling" (2008); at token level: arXiv 2510.18855
-    clip(w, low, high)                    mode = "clip"
-    w if low <= w <= high else 0          mode = "mask"        IcePop, arXiv 2510.18855
+    min(w, high)                      mode = "truncate"    F. Yao et al. (2025),
+                                                           https://fengyao.notion.site/off-policy-rl
+    clip(w, low, high)                mode = "clip"
+    w if low <= w <= high else 0      mode = "mask"        IcePop: arXiv 2510.18855
 
 `veto` gives weight 0 to a whole row in which any exp(d_t) lies below it. Weights change numerators
 only: the denominators of the mean stay, and so do the KL and the entropy term.
 
-Since the weights are not normalised, the gradient's variance grows with mean(w^2), so the effective
-sample size is n / sum(w^2) of n weights, before their bounds: near 1 as a share if engine and
-trainer agree.
+Weights are not normalised, so the variance of the gradient grows with mean(w^2), and n weights are
+worth n / mean(w^2) samples, before their bounds: a share near 1 if engine and trainer agree.
 
 Legend: N trained tokens of a micro-batch, R rows.
 """
@@ -31,7 +30,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from paceline.algorithms.kl import bounded_ratio, finite_mean, log_ratio
+from paceline.algorithms.kl import bounded_ratio, log_ratio
 from paceline.algorithms.sequences import over_rows, row_lengths, row_means, row_sums
 from paceline.errors import TrainerError
 from paceline.types import Config, Group
@@ -96,17 +95,19 @@ def correction_weights(
         shares_N = shares_N / lengths_N
     plain_N = bounded_ratio(joined_N)
     weights_N = _bounded(plain_N, correction)
-    num_weights = shares_N.sum()
+    shares_N = shares_N * plain_N.isfinite()
+    finite_N = plain_N.where(plain_N.isfinite(), plain_N.new_zeros(()))
     means = {
-        "correction_bounded": ((shares_N * (weights_N != plain_N)).sum(), num_weights),
-        "effective_sample_share": (num_weights, (shares_N * plain_N * plain_N).sum()),
+        "correction_bounded": ((shares_N * (weights_N != plain_N)).sum(), shares_N.sum()),
+        "effective_sample_share": (shares_N.sum(), (shares_N * finite_N * finite_N).sum()),
     }
     if correction.veto is not None:
-        is_vetoed_N = (bounded_ratio(log_ratio_N) < correction.veto).to(plain_N.dtype)
-        is_vetoed_N = over_rows(row_sums(is_vetoed_N, inputs), inputs) > 0
+        is_low_N = (bounded_ratio(log_ratio_N) < correction.veto).to(plain_N.dtype)
+        is_vetoed_N = over_rows(row_sums(is_low_N, inputs), inputs) > 0
         weights_N = weights_N.new_zeros(()).where(is_vetoed_N, weights_N)
         means["correction_vetoed"] = ((is_vetoed_N / lengths_N).sum(), (1 / lengths_N).sum())
-    means["correction_weight"] = ((shares_N * weights_N).sum(), num_weights)
+    applied_N = weights_N.where(weights_N.isfinite(), weights_N.new_zeros(()))
+    means["correction_weight"] = ((shares_N * applied_N).sum(), shares_N.sum())
     return weights_N, means
 
 
@@ -126,7 +127,9 @@ def check_behaviour(groups: Sequence[Group], policy: str) -> None:
                 f"{place}: {len(sample.logprobs)} behaviour log-probs for {len(sample.tokens)} "
                 "tokens; algorithm.correction needs one for each"
             )
-        trained = [x for x, is_trained in zip(sample.logprobs, sample.mask, strict=True) if is_trained]
+        trained = [
+            x for x, is_trained in zip(sample.logprobs, sample.mask, strict=True) if is_trained
+        ]
         if not all(map(math.isfinite, trained)):
             raise TrainerError(
                 f"{place}: a behaviour log-prob is not finite; algorithm.correction needs them all"
@@ -141,12 +144,9 @@ def check_behaviour(groups: Sequence[Group], policy: str) -> None:
 
 
 def _bounded(weights_N: Tensor, correction: Correction) -> Tensor:
-    match correction.mode:
-        case "truncate":
-            return weights_N.clamp(max=correction.high)
-        case "clip":
-            return weights_N.clamp(correction.low, correction.high)
-        case "mask":
-            is_inside_N = (weights_N >= correction.low) & (weights_N <= correction.high)
-            is_kept_N = is_inside_N | weights_N.isnan()
-            return weights_N.where(is_kept_N, weights_N.new_zeros(()))
+    """NaN stays NaN."""
+    low, high = correction.low or 0.0, correction.high
+    if correction.mode != "mask":
+        return weights_N.clamp(low, high)
+    is_outside_N = (weights_N < low) | (weights_N > high)
+    return weights_N.new_zeros(()).where(is_outside_N, weights_N)

@@ -12,10 +12,10 @@ Legend: N trainable tokens of a micro-batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
-from paceline.algorithms.advantages import count_episodes
-from paceline.algorithms.base import Credit, LossInputs, LossOutput, Scores
+from paceline.algorithms.base import Credit, LossInputs, LossOutput, Objective, Scores
+from paceline.algorithms.group_credit import count_episodes
 from paceline.algorithms.kl import token_mean
 from paceline.algorithms.reductions import token_weights
 from paceline.types import Config, Group
@@ -29,25 +29,16 @@ class Sft(Config):
     loss_mean: Literal["token", "episode"] = "token"
     """Mean of the loss: `token` gives every token, `episode` every answer the same say."""
 
-    @property
-    def needs_reference(self) -> bool:
-        return False
-
-    @property
-    def needs_critic(self) -> bool:
-        return False
-
-    @property
-    def needs_entropy_gradient(self) -> bool:
-        return False
-
-    @property
-    def learns_from_rollouts(self) -> bool:
-        return False
-
-    @property
-    def min_group_size(self) -> int:
-        return 1
+    learns_from_rollouts: ClassVar[bool] = False
+    needs_reward: ClassVar[bool] = False
+    needs_reference: ClassVar[bool] = False
+    needs_old_logprobs: ClassVar[bool] = False
+    needs_teacher: ClassVar[bool] = False
+    teacher_top_k: ClassVar[int] = 0
+    needs_entropy_gradient: ClassVar[bool] = False
+    critic: ClassVar[Objective | None] = None
+    needs_final_values: ClassVar[bool] = False
+    min_group_size: ClassVar[int] = 1
 
     def credit(self, groups: Sequence[Group], policy: str, scores: Scores | None = None) -> Credit:
         columns = [

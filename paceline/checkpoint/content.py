@@ -14,6 +14,7 @@ from paceline.errors import CheckpointError
 from paceline.observe.files import Files, encode_json
 from paceline.types import JsonValue
 
+CRITIC = "critic"
 POLICY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -48,6 +49,13 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder} has no policy {name!r}, only {found}")
         return folder
 
+    def critic_folder(self, name: str) -> Path:
+        """Where the trainer of a policy's critic wrote; raises CheckpointError if there is none."""
+        folder = self.policy_folder(name) / CRITIC
+        if not folder.is_dir():
+            raise CheckpointError(f"{self.folder} has no critic of policy {name!r}")
+        return folder
+
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
@@ -78,6 +86,12 @@ class Staged:
         if not POLICY_NAME.fullmatch(name):
             raise CheckpointError(f"{name!r} can not name a folder: use letters, digits, . _ -")
         folder = self.folder / "policies" / name
+        self.files.make_folder(folder)
+        return folder
+
+    def critic_folder(self, name: str) -> Path:
+        """An empty folder for the trainer of the policy's critic, inside the policy's own."""
+        folder = self.folder / "policies" / name / CRITIC
         self.files.make_folder(folder)
         return folder
 

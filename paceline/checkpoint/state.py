@@ -24,6 +24,8 @@ class PolicyProgress:
     """Steps finished on its own clock."""
     version: int
     """Optimizer steps done, over all restarts."""
+    critic_version: int | None = None
+    """Those of its critic; None without one."""
 
 
 @dataclass(frozen=True, slots=True)

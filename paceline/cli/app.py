@@ -11,6 +11,7 @@ import typer
 from paceline.cli.files import export, inspect
 from paceline.cli.look import check, explain_key, try_reward
 from paceline.cli.options import Debug
+from paceline.cli.replay import replay
 from paceline.cli.run import evaluate, generate, sft, train
 
 RUN, WRITE, KEEP = "Train and measure", "Write run files", "After a run"
@@ -24,6 +25,7 @@ COMMANDS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     ("explain", WRITE, explain_key),
     ("reward-test", WRITE, try_reward),
     ("inspect", KEEP, inspect),
+    ("replay", KEEP, replay),
     ("export", KEEP, export),
 )
 

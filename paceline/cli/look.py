@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paceline.cli.options import Debug, Overrides, RunFilePath, complete_key
 from paceline.config import RunFile, load_run_file, render_run_file
-from paceline.errors import DataError
 from paceline.explain import explain
-from paceline.types import Prompt
+
+if TYPE_CHECKING:
+    from paceline.rollout.reward_check import Answer, CheckedAnswer
 
 
 def check(
@@ -97,7 +97,7 @@ def try_reward(
     completions: Annotated[
         Path,
         typer.Argument(
-            help="JSON lines with `completion`, and `prompt`, `answer` or other columns."
+            help="JSON lines with `completion`, and `id`, `prompt`, `answer` or other columns."
         ),
     ],
     overrides: Overrides = None,
@@ -113,60 +113,34 @@ def try_reward(
     """
     import asyncio
 
+    from paceline.rollout.reward_check import read_answers
+
     loaded = load_run_file(run_file, overrides or (), purpose="reward")
-    rows = list(read_completions(completions))
-    failed = asyncio.run(_score_all(loaded, rows))
-    if failed:
+    checked = asyncio.run(_check(loaded, read_answers(completions)))
+    for found in checked:
+        typer.echo(describe_score(found))
+    values = [found.score.value for found in checked if found.score.value is not None]
+    mean = f"{sum(values) / len(values):.4g}" if values else "none"
+    num_failed = len(checked) - len(values)
+    typer.echo(f"{len(checked)} completions, {num_failed} not scored, mean {mean}")
+    if num_failed:
         raise typer.Exit(1)
 
 
-def read_completions(path: Path) -> Iterator[tuple[Prompt, str]]:
-    """Prompts and completions of a JSON lines file; DataError names the first bad line."""
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} can not be read: {error}") from None
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            yield _completion(line, f"{path}:{number}", number)
-    if not any(line.strip() for line in lines):
-        raise DataError(f"{path} has no completions")
-
-
-def _completion(line: str, place: str, number: int) -> tuple[Prompt, str]:
-    try:
-        row: Any = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{place}: not valid JSON: {error}") from None
-    if not isinstance(row, Mapping) or not isinstance(row.get("completion"), str):
-        raise DataError(f"{place}: write an object with a text `completion`")
-    others = {k: v for k, v in row.items() if k not in ("completion", "prompt", "answer", "id")}
-    asked = row.get("prompt", "")
-    prompt = Prompt(
-        id=str(row.get("id", number)),
-        text=asked if isinstance(asked, str) else None,
-        messages=None if isinstance(asked, str) else tuple(asked),
-        answer=row.get("answer"),
-        metadata=others,
-    )
-    return prompt, row["completion"]
-
-
-async def _score_all(run_file: RunFile, rows: list[tuple[Prompt, str]]) -> int:
-    """Score one after the other and print each; returns how many could not be scored."""
+async def _check(run_file: RunFile, answers: Sequence[Answer]) -> list[CheckedAnswer]:
+    from paceline.rollout.reward_check import check_reward
     from paceline.rollout.rewards import build_reward
 
-    values: list[float] = []
     async with build_reward(run_file.reward, base=run_file.base) as reward:
-        await reward.start()
-        for prompt, completion in rows:
-            score = await reward.score(prompt, completion)
-            shown = "failed" if score.value is None else f"{score.value:.4g}"
-            parts = "".join(f"  {name}={value:.4g}" for name, value in score.parts.items())
-            cause = f"  {score.cause}: {score.detail}" if score.cause else ""
-            text = completion if len(completion) <= 60 else f"{completion[:57]}..."
-            typer.echo(f"{shown:>8}  {prompt.id}  {text!r}{parts}{cause}")
-            values += [] if score.value is None else [score.value]
-    mean = f"{sum(values) / len(values):.4g}" if values else "none"
-    typer.echo(f"{len(rows)} completions, {len(rows) - len(values)} not scored, mean {mean}")
-    return len(rows) - len(values)
+        return await check_reward(reward, answers)
+
+
+def describe_score(checked: CheckedAnswer) -> str:
+    """One line: the value, the prompt, the answer, and the parts or the cause of the failure."""
+    score, answer = checked.score, checked.answer
+    shown = "failed" if score.value is None else f"{score.value:.4g}"
+    parts = "".join(f"  {name}={value:.4g}" for name, value in score.parts.items())
+    cause = f"  {score.cause}: {score.detail}" if score.cause else ""
+    text = answer.completion
+    text = text if len(text) <= 60 else f"{text[:57]}..."
+    return f"{shown:>8}  {answer.prompt.id}  {text!r}{parts}{cause}"

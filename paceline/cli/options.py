@@ -36,6 +36,9 @@ Overrides = Annotated[
         autocompletion=complete_override,
     ),
 ]
+RunFolder = Annotated[
+    Path, typer.Argument(metavar="RUN", help="A run's folder, such as runs/demo.")
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Step = Annotated[
     int | None,

@@ -5,7 +5,7 @@
 All errors of a run file are found before any is raised, and raised as one `ConfigError`.
 """
 
-from paceline.config.blocks import RunConfig, RunFile
+from paceline.config.blocks import RunConfig, RunFile, locate_model
 from paceline.config.load import (
     load_block,
     load_run_file,
@@ -20,6 +20,7 @@ __all__ = [
     "load_block",
     "load_run_file",
     "load_settings",
+    "locate_model",
     "render_run_file",
     "write_run_file",
 ]

@@ -21,7 +21,7 @@ from paceline.evals_settings import EvalsConfig
 from paceline.models import ModelConfig
 from paceline.observe.settings import ObserveConfig
 from paceline.rollout.settings import RewardConfig, RolloutConfig
-from paceline.trainers.base import SingleTrainerConfig
+from paceline.trainers.base import CriticConfig, SingleTrainerConfig
 from paceline.types import Config
 
 if TYPE_CHECKING:
@@ -85,6 +85,9 @@ class RunFile(Config):
     """What is learned from the answers; the default kind is `grpo`."""
     trainer: SingleTrainerConfig = SingleTrainerConfig()
     """What changes the weights."""
+    critic: CriticConfig | None = None
+    """A second model that predicts the return. Only with an algorithm that needs one, such as
+    `ppo`; its defaults apply where it is left out."""
     engine: EmbeddedEngineConfig = EmbeddedEngineConfig()
     """What makes the tokens."""
     evals: EvalsConfig = EvalsConfig()
@@ -114,6 +117,24 @@ class RunFile(Config):
     def located_model(self) -> ModelConfig:
         """The model with its local paths made absolute; ids are left as they are."""
         return locate_model(self.model, self.base)
+
+    @property
+    def models(self) -> dict[tuple[str, ...], ModelConfig]:
+        """Every model that the file names, by its block."""
+        found: dict[tuple[str, ...], ModelConfig] = {("model",): self.model}
+        if self.critic is not None and self.critic.model is not None:
+            found["critic", "model"] = self.critic.model
+        return found
+
+    @property
+    def critic_settings(self) -> CriticConfig:
+        """Those of `[critic]`, or its defaults."""
+        return CriticConfig() if self.critic is None else self.critic
+
+    @property
+    def critic_model(self) -> ModelConfig:
+        """The model that the critic starts from, as the file names it."""
+        return self.critic_settings.model or self.model
 
 
 def locate_model(model: ModelConfig, base: Path) -> ModelConfig:

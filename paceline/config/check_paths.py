@@ -16,15 +16,18 @@ from paceline.rollout.settings import RewardConfig
 MOST_SIBLINGS = 1000
 
 
-@reads("run.base", "model.path", "model.random_init")
+@reads("run.base", "model.path", "model.random_init", "critic")
 def model_is_there(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
-    yield from _model_folder(run_file, ("model", "path"), run_file.model.path)
-    folder = run_file.resolve(run_file.model.path)
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        yield Problem(
-            ("model", "path"),
-            f"the folder {folder} has no config.json: it must hold a model in Hugging Face format",
-        )
+    for block, model in run_file.models.items():
+        key = (*block, "path")
+        yield from _model_folder(run_file, key, model.path)
+        folder = run_file.resolve(model.path)
+        if folder.is_dir() and not (folder / "config.json").is_file():
+            yield Problem(
+                key,
+                f"the folder {folder} has no config.json: it must hold a model in Hugging Face "
+                "format",
+            )
 
 
 @reads("run.base", "model.tokenizer")

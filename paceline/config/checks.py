@@ -149,6 +149,25 @@ def groups_for_every_update(run_file: RunFile, situation: Situation) -> Iterator
         )
 
 
+@reads("algorithm", "critic", "run.num_steps")
+def critic_to_learn(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
+    critic, steps = run_file.critic, run_file.run.num_steps
+    if critic is None or situation.purpose != "train":
+        return
+    if run_file.algorithm.critic is None:
+        kind = getattr(run_file.algorithm, "kind", "this algorithm")
+        yield Problem(
+            ("critic",),
+            f'{kind} has no critic: take the block out, or write algorithm.kind = "ppo"',
+        )
+    elif steps and critic.warmup_steps > steps:
+        yield Problem(
+            ("critic", "warmup_steps"),
+            f"found {critic.warmup_steps}, but the run ends after {steps} steps (run.num_steps): "
+            "the policy would never learn",
+        )
+
+
 @reads("algorithm", "data")
 def completions_to_learn(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
     if run_file.algorithm.learns_from_rollouts or run_file.data is None:
@@ -174,14 +193,17 @@ def answers_to_learn_from(run_file: RunFile, situation: Situation) -> Iterator[P
         )
 
 
-@reads("model.dtype", "run.num_steps")
+@reads("model.dtype", "critic", "run.num_steps")
 def dtype_that_trains(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
-    if _takes_steps(run_file, situation) and run_file.model.dtype == "float16":
-        yield Problem(
-            ("model", "dtype"),
-            'float16 can not be trained (its gradients underflow): write "float32", with '
-            'trainer.autocast = "bfloat16" to compute faster',
-        )
+    if not _takes_steps(run_file, situation):
+        return
+    for path, model in run_file.models.items():
+        if model.dtype == "float16":
+            yield Problem(
+                (*path, "dtype"),
+                'float16 can not be trained (its gradients underflow): write "float32", with '
+                'trainer.autocast = "bfloat16" to compute faster',
+            )
 
 
 @reads("engine.max_context", "rollout.sampling", "data.max_prompt_tokens", "evals.sets")
@@ -273,6 +295,7 @@ CHECKS: tuple[Check, ...] = (
     reward_to_score_with,
     group_has_siblings,
     groups_for_every_update,
+    critic_to_learn,
     completions_to_learn,
     answers_to_learn_from,
     dtype_that_trains,

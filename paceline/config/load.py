@@ -124,6 +124,8 @@ def _assemble(
     problems += [problem for problem in not_numbers(tables) if problem.path not in named]
     if problems:
         raise config_error(problems, places)
+    if run_file.algorithm.critic is not None and run_file.critic is None:
+        return run_file.model_copy(update={"critic": run_file.critic_settings})
     return run_file
 
 

@@ -7,6 +7,11 @@ One order serves every algorithm:
     credit  = algorithm.credit(groups, policy, read_scores(groups, policy, rows))
     assign_credit(groups, policy, rows, credit)                        advantages, returns
 
+A critic's values, and what it expects after the last token where the algorithm asks for that:
+
+    values = critic.forward([with_final_position(row) for row in rows], "values")
+    for row, values_T in zip(rows, values): take_values(row, values_T)
+
 A sample becomes a row if its episode can be trained on and it has a trained token; the others
 would cost a forward pass and change nothing. So a batch may have no rows: its loss is 0.
 """
@@ -106,11 +111,46 @@ def read_scores(groups: Sequence[Group], policy: str, rows: Sequence[Row]) -> Sc
                 scores[index] = found_T.tolist()
         return scores
 
+    final_values: list[float] | None = None
+    if all(row.final_value is not None for row in rows):
+        final_values = [0.0] * len(samples)
+        for index, row in zip(indices, rows, strict=True):
+            final_values[index] = row.final_value or 0.0
     return Scores(
         old_logprobs=column([row.old_logprobs_T for row in rows]),
         reference_logprobs=column([row.reference_logprobs_T for row in rows]),
         values=column([row.values_T for row in rows]),
+        final_values=final_values,
     )
+
+
+def with_final_position(row: Row) -> Row:
+    """The row with one more trained position at its end, for a critic to say what it expects there.
+
+    The token there is never read: what is said of a position is made of the tokens before it.
+    """
+    nothing = np.zeros(1, row.weights_T.dtype)
+    return Row(
+        tokens_T=np.append(row.tokens_T, 0),
+        mask_T=np.append(row.mask_T, True),
+        weights_T=np.append(row.weights_T, nothing),
+        advantages_T=np.append(row.advantages_T, nothing),
+        behaviour_logprobs_T=np.append(row.behaviour_logprobs_T, nothing),
+        temperature=row.temperature,
+        episode=row.episode,
+    )
+
+
+def take_values(row: Row, values_T: FloatArray) -> None:
+    """Write a critic's values into the row: one for each token, then perhaps one for the end.
+
+    Raises ValueError if they are fewer or more.
+    """
+    length = len(row.tokens_T)
+    if len(values_T) not in (length, length + 1):
+        raise ValueError(f"{len(values_T)} values for a row of {length} tokens")
+    row.values_T = values_T[:length]
+    row.final_value = float(values_T[length]) if len(values_T) > length else None
 
 
 def samples_of(groups: Sequence[Group], policy: str) -> Iterator[Sample]:

@@ -7,6 +7,8 @@
     device    caches sleep; trainer to device;       engine weights wake;      caches wake
               engine weights sleep                   trainer to host
 
+"Trainer" is all that trains: a policy with a critic brings one of the two at a time.
+
 With `host` the host holds trainer and engine weights together for a moment and the device never
 does; with `device` it is the other way round, for hosts whose memory can not hold both.
 """
@@ -19,7 +21,7 @@ from typing import Annotated, Literal, Protocol
 from pydantic import Field
 
 from paceline.engines.base import Engine, Part
-from paceline.trainers.base import Trainer
+from paceline.trainers.base import Place
 from paceline.types import Config
 
 CACHES: frozenset[Part] = frozenset({"kv_cache", "graphs"})
@@ -39,6 +41,12 @@ class MemoryConfig(Config):
     )
     """Which parts of the engine make room while the trainer learns. Leave `weights` out when the
     engine shares the trainer's parameters."""
+
+
+class Movable(Protocol):
+    """A trainer, or a policy that moves its own."""
+
+    async def place(self, where: Place) -> None: ...
 
 
 class MemoryPlan(Protocol):
@@ -66,7 +74,7 @@ class HostPeak:
     """The engine leaves the device before the trainer comes."""
 
     engine: Engine
-    trainer: Trainer
+    trainer: Movable
     parts: frozenset[Part]
 
     async def before_learn(self) -> None:
@@ -86,7 +94,7 @@ class DevicePeak:
     """Engine weights and trainer overlap on the device, never on the host."""
 
     engine: Engine
-    trainer: Trainer
+    trainer: Movable
     parts: frozenset[Part]
 
     async def before_learn(self) -> None:
@@ -102,7 +110,7 @@ class DevicePeak:
         await self.engine.wake(self.parts & CACHES)
 
 
-def make_memory_plan(config: MemoryConfig, engine: Engine, trainer: Trainer) -> MemoryPlan:
+def make_memory_plan(config: MemoryConfig, engine: Engine, trainer: Movable) -> MemoryPlan:
     """The plan that `[memory]` names."""
     parts = frozenset(config.engine_parts)
     match config.order:

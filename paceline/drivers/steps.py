@@ -46,9 +46,13 @@ async def collect(run: Run, step: int) -> RolloutBatch:
 
 
 async def learn(run: Run, step: int, batch: RolloutBatch) -> None:
-    """Wait for every optimizer step of this rollout; the rollout is dumped, then dropped."""
+    """Wait for every optimizer step of this rollout; the rollout is dumped, then dropped.
+
+    The critic learns before the actor, and alone in its warm-up.
+    """
+    critic_only = step <= run.policy.critic_only_steps
     with run.recorder.phase("learn"):
-        credit, metrics = await run.policy.learn(batch.groups)
+        credit, metrics = await run.policy.learn(batch.groups, critic_only=critic_only)
     run.recorder.log(run.policy.name, metrics)
     unused = [*batch.dropped, *((group, "surplus") for group in batch.discarded)]
     run.recorder.samples(step, run.policy.name, batch.groups, credit.advantages, unused)
@@ -100,16 +104,21 @@ async def end(run: Run) -> None:
 
 async def _save(run: Run, step: int) -> None:
     """Models, then the data cursor, then the run state; the store's rename is the commit."""
-    name = run.policy.name
+    name, critic = run.policy.name, run.policy.critic
+    progress = PolicyProgress(
+        step, run.policy.trainer.version, None if critic is None else critic.version
+    )
     waits_for_eval = run.is_eval_due(step)
     with run.recorder.phase("save"), run.store.staging(step) as staged:
         await run.policy.trainer.save(staged.policy_folder(name))
+        if critic is not None:
+            await critic.save(staged.critic_folder(name))
         staged.write_json("data.json", run.stream.state())
         staged.write_state(
             RunState(
                 step=step,
                 leader=name,
-                policies={name: PolicyProgress(step, run.policy.trainer.version)},
+                policies={name: progress},
                 seed=run.seed,
                 epoch_ended=run.epoch_ended,
                 fingerprint=run.fingerprint,
@@ -131,7 +140,7 @@ async def _evaluate(run: Run, step: int) -> None:
     with run.recorder.phase("eval"):
         results = await run.evals.dispatch(step, run.policy.version, force=is_last)
         if is_last:
-            results += await run.evals.drain()
+            results += await run.evals.drain()  # ends: by the time that a point may take
     run.evaluated_step = step
     for at in sorted({result.step for result in results}):
         _take_results(run, at, [result for result in results if result.step == at])

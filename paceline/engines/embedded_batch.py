@@ -227,11 +227,10 @@ class Batch:
         self.counts.prompt_tokens += len(sequence.prompt)
         self._settings = None
         if sampling.repetition_penalty != 1:
-            seen_V = torch.zeros(
-                self._model.vocab_size, dtype=torch.bool, device=self._model.device
-            )
-            seen_V[torch.from_numpy(sequence.prompt).to(seen_V.device)] = True
-            self._seen[sequence] = seen_V
+            seen = np.zeros(max(self._model.vocab_size, self._model.num_logits), np.bool_)
+            seen[sequence.prompt] = True
+            seen_V = torch.from_numpy(seen[: self._model.num_logits])
+            self._seen[sequence] = seen_V.to(self._model.device)
         return slot
 
     def _known(

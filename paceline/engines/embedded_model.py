@@ -81,6 +81,8 @@ class CachedModel:
         self.device = next(iter(devices))
         self.dtype: torch.dtype = module.dtype  # type: ignore[assignment]
         self.vocab_size = int(module.get_input_embeddings().num_embeddings)  # type: ignore[operator]
+        self.num_logits = self.vocab_size
+        """Width of the output layer, which may be padded or cut."""
         self.max_positions: int | None = getattr(self.config, "max_position_embeddings", None)
         parameters = inspect.signature(module.forward).parameters
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
@@ -226,6 +228,7 @@ class CachedModel:
                 "does not work with a plain key-value cache and explicit positions "
                 f"({type(error).__name__}: {error}). Serve it with another engine"
             ) from error
+        self.num_logits = full.shape[-1]
         self._compare(torch.cat(found).double(), torch.cat(wanted).double())
 
     def _compare(self, found: Tensor, wanted: Tensor) -> None:

@@ -77,7 +77,7 @@ class Serving:
         self.waiting.push(generation)
         self._open.add(generation)
         try:
-            return await generation.future
+            return await generation.future  # ends: `_deliver`, or `_fail_all` when serving ends
         except asyncio.CancelledError:
             generation.is_cancelled = True
             self._open.discard(generation)
@@ -93,7 +93,7 @@ class Serving:
         score = _Score(tokens, temperature, asyncio.get_running_loop().create_future())
         self._scores.append(score)
         try:
-            return await score.future
+            return await score.future  # ends: `_score_all`, or `_fail_all` when serving ends
         finally:
             if score in self._scores:
                 self._scores.remove(score)
@@ -110,7 +110,7 @@ class Serving:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._pausers.append(future)
         self._announce()
-        await future
+        await future  # ends: `_rest`, `resume`, or `_fail_all` when serving ends
 
     def resume(self) -> None:
         for future in self._pausers:
@@ -142,9 +142,9 @@ class Serving:
         self._batch.is_interrupted = True
         self._wake_up.set()
         if self._task is not None and self._task.get_loop() is asyncio.get_running_loop():
-            await asyncio.wait([self._task])
+            await asyncio.wait([self._task])  # ends: after the step that was interrupted above
         self._fail_all(None)
-        self._worker.shutdown(wait=True)
+        self._worker.shutdown(wait=True)  # ends: after the step that was interrupted above
 
     def _announce(self, interrupts: bool = True) -> None:
         """Tell the background task that something changed; start it if there is none."""
@@ -165,7 +165,7 @@ class Serving:
                     break
                 if not await self._turn():
                     self._rest()
-                    await self._wake_up.wait()
+                    await self._wake_up.wait()  # ends: `_announce` or `close`
                     self._wake_up.clear()
         except Exception as error:
             self._failure = error
@@ -252,10 +252,10 @@ class Serving:
         loop = asyncio.get_running_loop()
         future = loop.run_in_executor(self._worker, function, *arguments)
         try:
-            return await asyncio.shield(future)
+            return await asyncio.shield(future)  # ends: with the function, a step at most
         except asyncio.CancelledError:
             self._batch.is_interrupted = True
-            await asyncio.wait([future])
+            await asyncio.wait([future])  # ends: at the step boundary asked for above
             if not future.cancelled():
                 future.exception()  # seen, so that asyncio does not report it
             raise

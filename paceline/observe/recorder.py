@@ -157,6 +157,11 @@ class Recorder:
         if self._samples is not None:
             self._samples.write(step, groups, advantages, policy=policy, dropped=dropped)
 
+    def eval_samples(self, step: int, name: str, groups: Sequence[Group]) -> None:
+        """Keep the answers to an eval set, if `[observe]` asks for samples; none, no file."""
+        if self._samples is not None and groups:
+            self._samples.of_eval(name).write(step, groups)
+
     @contextmanager
     def phase(self, name: str, policy: str | None = None) -> Iterator[None]:
         """Time a part of the step as `time/<name>_s`; an error on the way is told where it was.

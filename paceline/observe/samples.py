@@ -1,6 +1,7 @@
 """Every sample of a step in one file: `samples/step-000012.jsonl.gz`, one object a line.
 
-The bytes depend on the samples alone, so two runs that sampled the same have equal files.
+The answers to an eval set lie beside them, in `samples/eval-<set>/step-000012.jsonl.gz`. The bytes
+depend on the samples alone, so two runs that sampled the same have equal files.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -28,7 +30,7 @@ from paceline.observe.files import (
 from paceline.types import Group, JsonValue, Prompt, Sample
 
 NAME = re.compile(r"step-(\d{6,})\.jsonl\.gz")
-LOGPROB_DIGITS = 6
+EVAL_PREFIX = "eval-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +63,13 @@ class SampleRecord:
     mask_runs: list[int]
     """Lengths of the runs of tokens outside and inside the mask in turn, outside first."""
     logprobs: list[float]
-    """Of the tokens inside the mask, rounded to 6 digits."""
+    """Of the tokens inside the mask, with the 9 digits that make a float32 exact."""
     row: int = 0
+    detail: str = ""
+    """More about the cause, for people to read."""
+    temperature: float = 1.0
+    version_runs: list[list[int]] | None = None
+    """[version, number of tokens inside the mask] in turn, if there are several versions."""
     dropped: str | None = None
     """Why its group was not trained on; None if it was."""
     extra: dict[str, Any] = field(default_factory=dict)
@@ -71,6 +78,13 @@ class SampleRecord:
     @property
     def mask(self) -> list[bool]:
         return [bool(i % 2) for i, run in enumerate(self.mask_runs) for _ in range(run)]
+
+    @property
+    def token_versions(self) -> list[int]:
+        """Version of the weights that made each token inside the mask; empty if none is known."""
+        if self.version_runs is not None:
+            return [version for version, count in self.version_runs for _ in range(count)]
+        return self.versions[:1] * self.num_tokens
 
 
 class SampleWriter:
@@ -87,6 +101,12 @@ class SampleWriter:
         for number, path in sample_files(self._folder).items():
             if number > step:
                 self._files.remove(path)
+        for name in eval_names(self._folder):
+            self.of_eval(name).start(step)
+
+    def of_eval(self, name: str) -> SampleWriter:
+        """The writer of the answers to an eval set."""
+        return SampleWriter(eval_folder(self._folder, name), self._limit, self._files)
 
     def write(
         self,
@@ -144,18 +164,29 @@ def _as_object(
         "status": sample.status.value,
         "finish": sample.finish,
         "cause": sample.cause,
+        "detail": sample.detail,
+        "temperature": sample.temperature,
         "reward": sample.reward,
         "parts": sample.reward_parts,
         "advantage": _advantage(advantages, sampled),
         "versions": [min(made_by), max(made_by)] if made_by else [],
+        "version_runs": _version_runs([sample.versions[t] for t in sampled]),
         "num_tokens": len(sampled),
         "dropped": dropped,
         "text": sample.text,
         "prompt": prompt_text(group.prompt),
         "tokens": sample.tokens,
         "mask_runs": _runs(sample.mask),
-        "logprobs": [round(sample.logprobs[t], LOGPROB_DIGITS) for t in sampled],
+        "logprobs": as_float32(sample.logprobs[t] for t in sampled),
     }
+
+
+def as_float32(values: Iterable[float]) -> list[float]:
+    """The nearest float32 of each, as the short decimal number that stands for it.
+
+    Example: 0.1 + 0.2 -> 0.300000012
+    """
+    return [float(f"{value:.9g}") for value in array("f", values)]
 
 
 def _advantage(values: Sequence[float] | None, sampled: list[int]) -> float | list[float] | None:
@@ -168,6 +199,11 @@ def _advantage(values: Sequence[float] | None, sampled: list[int]) -> float | li
 def _runs(mask: Sequence[bool]) -> list[int]:
     runs = [len(list(same)) for _, same in groupby(mask)]
     return [0, *runs] if mask and mask[0] else runs
+
+
+def _version_runs(versions: Sequence[int]) -> list[list[int]] | None:
+    runs = [[version, len(list(same))] for version, same in groupby(versions)]
+    return runs if len(runs) > 1 else None
 
 
 def prompt_text(prompt: Prompt) -> str:
@@ -185,6 +221,17 @@ def sample_files(folder: Path) -> dict[int, Path]:
         if match:
             found[int(match[1])] = path
     return dict(sorted(found.items()))
+
+
+def eval_folder(folder: Path, name: str) -> Path:
+    """Where the answers to an eval set lie, below the samples of a run."""
+    return folder / f"{EVAL_PREFIX}{name}"
+
+
+def eval_names(folder: Path) -> list[str]:
+    """Eval sets whose answers were kept."""
+    found = folder.glob(f"{EVAL_PREFIX}*")
+    return sorted(path.name.removeprefix(EVAL_PREFIX) for path in found if path.is_dir())
 
 
 def find_samples(folder: Path, step: int | None = None) -> tuple[int, Path]:

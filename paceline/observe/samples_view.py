@@ -14,6 +14,7 @@ from paceline.observe.formats import format_number, visible
 from paceline.observe.samples import SampleRecord, find_samples, read_samples
 
 MAX_CHARACTERS = 600
+MAX_DETAIL = 240
 
 
 def show_samples(
@@ -26,12 +27,12 @@ def show_samples(
     first: int = 0,
     policy: str | None = None,
 ) -> None:
-    """Print samples of a step (default: the last) of the run in `folder`.
+    """Print samples of a step (default: the last) that lie in `folder`, such as runs/x/samples.
 
     Raises DataError, in words for the user, if the file is missing (with the nearest step that has
     one) or damaged.
     """
-    step, path = find_samples(folder / "samples", step)
+    step, path = find_samples(folder, step)
     records = [r for r in read_samples(path) if policy in (None, r.policy)]
     console.print(summary_line(step, records))
     for title, chosen in choose(records, best=best, worst=worst, first=first).items():
@@ -93,6 +94,8 @@ def _how(record: SampleRecord) -> str:
     lines.append(record.status if record.finish == "" else f"{record.status} ({record.finish})")
     if record.cause is not None:
         lines.append(record.cause)
+    if record.detail:
+        lines.append(visible(record.detail, MAX_DETAIL))
     if record.dropped is not None:
         lines.append(f"not trained on: {record.dropped}")
     if isinstance(record.advantage, float):

@@ -20,7 +20,8 @@ class ObserveConfig(Config):
     wandb: Annotated[str, Field(min_length=1)] | None = None
     """Project of Weights & Biases to write to; needs the extra `wandb`. Absent: none."""
     samples: Literal["all", "none"] = "all"
-    """`all`: keep the samples of every step in `samples/`, for `paceline inspect`."""
+    """`all`: keep the samples of every step, and the answers to eval sets, in `samples/`, for
+    `paceline inspect` and `paceline replay`."""
     max_samples_per_step: Annotated[int, Field(ge=1)] | None = None
-    """Keep at most this many samples of a step, in the order of their draws; absent: all. Up to
-    about 10 bytes a token on disk."""
+    """Keep at most this many samples of a step, and of an eval set, in the order of their draws;
+    absent: all. Up to about 10 bytes a token on disk. A step can be replayed only with all."""

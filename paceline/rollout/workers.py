@@ -96,6 +96,9 @@ class WorkerPool:
         except TimeoutError:
             detail = f"no result after {self.timeout_s:g} s; the process was replaced"
             return Score(None, cause="timeout", detail=detail, seconds=self.timeout_s)
+        except (ValueError, TypeError):
+            detail = "the process sent no score; does the function write to open files it finds?"
+            return Score(None, cause="crashed", detail=detail)
         except (EOFError, OSError):
             if self._is_closed:
                 raise RewardError("the reward's worker processes were closed") from None

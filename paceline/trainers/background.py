@@ -32,10 +32,10 @@ class WorkThread:
 
         future = asyncio.get_running_loop().run_in_executor(self._pool, job)
         try:
-            return await asyncio.shield(future)
+            return await asyncio.shield(future)  # ends: with the work, which waits for nobody
         except asyncio.CancelledError:
             stop.set()
-            await asyncio.wait([future])
+            await asyncio.wait([future])  # ends: at the next `check`, or with the work
             if not future.cancelled() and (error := future.exception()) is not None:
                 logger.debug("a cancelled call of the trainer ended with %r", error)
             raise
@@ -48,4 +48,5 @@ class WorkThread:
     def close(self) -> None:
         """End the thread. Idempotent."""
         self._stop.set()
+        # ends: at the next `check`, or with the work
         self._pool.shutdown(wait=True, cancel_futures=True)

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 Place = Literal["device", "host"]
 Head = Literal["policy", "reference", "values"]
+"""What a model says of a token: its log-prob, that of the frozen reference, or a critic's value."""
+
+AREAS: dict[Head, str] = {"policy": "train", "values": "critic"}
+"""Area of a trainer's metrics, by the head that it trains: `train/loss`, `critic/loss`."""
 
 
 class SingleTrainerConfig(Config):
@@ -94,7 +98,7 @@ class CriticConfig(Config):
     max_grad_norm: Annotated[float, Field(gt=0)] | None = None
     """Clip the critic's gradient to this L2 norm; absent: `trainer.max_grad_norm`."""
 
-    def trainer(self, actor: SingleTrainerConfig) -> SingleTrainerConfig:
+    def for_trainer(self, actor: SingleTrainerConfig) -> SingleTrainerConfig:
         """The settings of the critic's trainer: its own, and those of the actor's for the rest."""
         own = self.model_dump(exclude={"model", "warmup_steps"}, exclude_none=True)
         return actor.model_copy(update=own)

@@ -46,8 +46,10 @@ class Forward(Protocol):
     """What it says when it is the trained model."""
     model: Any
     layout: Layout
-    max_positions: int | None
-    """Most positions of a micro-batch, below the trainer's own budget."""
+
+    @property
+    def max_positions(self) -> int | None:
+        """Most positions of a micro-batch, below the trainer's own budget."""
 
     def score(self, batch: MicroBatch) -> Tensor:
         """One number a token, shape [N]."""
@@ -180,9 +182,7 @@ def keeps_rows_apart(module: Any, output: str) -> bool:
     position_ids = torch.cat([torch.arange(4), torch.arange(5)])[None].to(first.device)
     both = torch.cat([first, second], 1)
     packed = getattr(module(input_ids=both, position_ids=position_ids, use_cache=False), output)
-    alone = [
-        getattr(module(input_ids=ids, use_cache=False), output) for ids in (first, second)
-    ]
+    alone = [getattr(module(input_ids=ids, use_cache=False), output) for ids in (first, second)]
     if _is_close(packed, torch.cat(alone, 1)):
         return True
     logger.warning(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from paceline.algorithms.base import LossInputs, Objective
 from paceline.errors import TrainerError
+from paceline.trainers.base import Head
 from paceline.trainers.layout import MicroBatch, trained_column
 from paceline.types import Row
 
@@ -67,7 +68,7 @@ def _row_columns(rows: Sequence[Row], micro: MicroBatch, like_N: Tensor) -> Loss
     )
 
 
-def check_columns(rows: Sequence[Row], objective: Objective) -> None:
+def check_columns(rows: Sequence[Row], objective: Objective, head: Head) -> None:
     """An optional column is there in all rows of a batch or in none, and in all if it is needed."""
     for name in ("old_logprobs_T", "reference_logprobs_T", "values_T", "returns_T"):
         given = sum(getattr(row, name) is not None for row in rows)
@@ -78,7 +79,7 @@ def check_columns(rows: Sequence[Row], objective: Objective) -> None:
             'the algorithm needs reference log-probs: call forward(rows, "reference") first'
         )
     is_lacking = any(row.values_T is None or row.returns_T is None for row in rows)
-    if objective.output == "values" and is_lacking:
+    if head == "values" and is_lacking:
         raise TrainerError(
             "a critic learns from rows with values and returns: write what "
             'forward(rows, "values") and the algorithm\'s `credit` gave into them first'

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from paceline.algorithms.base import AREAS, Objective
+from paceline.algorithms.base import Objective
 from paceline.errors import ConfigError, TrainerError
 from paceline.observe.metrics import Metrics
 from paceline.trainers.background import WorkThread
-from paceline.trainers.base import Head, Place, SingleTrainerConfig
+from paceline.trainers.base import AREAS, Head, Place, SingleTrainerConfig
 from paceline.trainers.devices import fixed_order, resolve_device
 from paceline.trainers.forward import CausalForward, Forward
 from paceline.trainers.inputs import check_columns
@@ -174,7 +174,7 @@ class SingleTrainer:
 
     def _add_gradients(self, batch: Batch) -> Metrics:
         forward = self._trained_forward
-        check_columns(batch.rows, self._objective)
+        check_columns(batch.rows, self._objective, forward.head)
         tally = Tally()
         tally.part("loss", torch.zeros((), device=self._device))
         fixed = self._config.deterministic and self._device.type != "cpu"
@@ -185,7 +185,7 @@ class SingleTrainer:
         except BaseException:
             self._optimizer.zero_grad()  # half a step's gradients would be added to the next one
             raise
-        area = AREAS[self._objective.output]
+        area = AREAS[forward.head]
         metrics = tally.metrics(area)
         num_trained = batch.num_trained_tokens
         metrics.sum(f"{area}/trained_tokens", num_trained)
@@ -207,7 +207,7 @@ class SingleTrainer:
         tally.part("loss", output.loss.detach())
         for name, (total, weight) in output.means.items():
             tally.mean(name, total, weight)
-        if self._objective.output == "policy" and self._objective.learns_from_rollouts:
+        if self._trained_forward.head == "policy" and self._objective.learns_from_rollouts:
             gap_N = inputs.old_logprobs_N - inputs.behaviour_logprobs_N
             tally.max("mismatch_max", gap_N.detach().abs().max())
 
@@ -269,9 +269,7 @@ class SingleTrainer:
 def _make_forward(model: PreTrainedModel | ValueModel, config: SingleTrainerConfig) -> Forward:
     if isinstance(model, ValueModel):
         return ValueForward(model, layout=config.layout)
-    return CausalForward(
-        model, layout=config.layout, chunk_tokens=config.logprob_chunk_tokens
-    )
+    return CausalForward(model, layout=config.layout, chunk_tokens=config.logprob_chunk_tokens)
 
 
 def _check(

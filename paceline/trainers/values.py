@@ -42,10 +42,10 @@ class ValueModel(nn.Module):
         self.body = body
         kind = torch.float64 if body.dtype == torch.float64 else torch.float32
         width = _hidden_size(body)
-        head: nn.Linear = nn.utils.skip_init(nn.Linear, width, 1, dtype=kind)
-        nn.init.zeros_(head.weight)
-        nn.init.zeros_(head.bias)
-        self.head = head.to(body.device)
+        head = nn.Linear(width, 1, dtype=kind, device="meta")  # draws nothing
+        self.head = head.to_empty(device=body.device)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
 
     @property
     def config(self) -> Any:

@@ -9,11 +9,11 @@ from batches import group_of, make_group, make_sample
 
 from paceline.algorithms.advantages import (
     centred,
-    credit_episodes,
     has_zero_variance,
     standardised,
 )
 from paceline.algorithms.base import Credit
+from paceline.algorithms.group_credit import credit_episodes
 from paceline.algorithms.grpo import Grpo
 from paceline.errors import RewardError
 from paceline.types import Group, Status

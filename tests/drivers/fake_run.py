@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.algorithms import ALGORITHMS
+from paceline.build.policies import restore_policy
 from paceline.checkpoint import CheckpointStore
 from paceline.checkpoint_settings import CheckpointConfig
 from paceline.data.prompts import PromptSet
@@ -41,9 +42,20 @@ class LoggedEngine(FakeEngine):
 
 
 class LoggedTrainer(FakeTrainer):
+    def __init__(self, log: list[str], **settings: Any) -> None:
+        super().__init__(**settings)
+        self.calls = log
+
+
+class CriticLog(list[str]):
+    """Writes into the log of the run, with `critic-` before each entry."""
+
     def __init__(self, log: Log) -> None:
         super().__init__()
-        self.calls = log
+        self.log = log
+
+    def append(self, entry: str) -> None:
+        self.log.append(f"critic-{entry}")
 
 
 def make_group(draw: Draw) -> Group:
@@ -82,10 +94,17 @@ def make_run(
     num_epochs: int | None = None,
     memory: str = "none",
     checkpoint: dict[str, Any] | None = None,
+    algorithm: str = "grpo",
+    critic_only_steps: int = 0,
+    updates_per_step: int = 1,
+    epochs_per_step: int = 1,
 ) -> tuple[Run, Log]:
-    """A run in `folder`, resumed if there is a checkpoint."""
+    """A run in `folder`, resumed if there is a checkpoint; with a critic if it has kind ppo."""
     log = Log()
     engine, trainer = LoggedEngine(log), LoggedTrainer(log)
+    critic = None
+    if ALGORITHMS[algorithm]().critic is not None:
+        critic = LoggedTrainer(CriticLog(log), head="values")
     prompts = tuple(Prompt(f"p{i}", text=str(i)) for i in range(NUM_PROMPTS))
     stream = PromptStream(
         [PromptSet("data", prompts, (), 0, "hash", None)], seed=0, num_epochs=num_epochs
@@ -98,9 +117,7 @@ def make_run(
     async def evaluate(step: int, version: int, snapshot: None) -> list[EvalResult]:
         log.append(f"eval {step} version {version}")
         reward = Estimate(step / 10, None, None, None)
-        return [
-            EvalResult("held", step, version, reward=reward, num_prompts=1, num_samples=1)
-        ]
+        return [EvalResult("held", step, version, reward=reward, num_prompts=1, num_samples=1)]
 
     store = CheckpointStore(folder / "checkpoints", CheckpointConfig(**(checkpoint or {})))
     store.prepare()
@@ -122,12 +139,23 @@ def make_run(
 
     recorder.phase = phase  # type: ignore[method-assign]
     recorder.start({"policy": state.step} if state else {}, state.metrics if state else None)
-    policy = Policy("policy", ALGORITHMS["grpo"](), engine, trainer, "shared")
+    policy = Policy(
+        "policy",
+        ALGORITHMS[algorithm](),
+        engine,
+        trainer,
+        "shared",
+        updates_per_step=updates_per_step,
+        epochs_per_step=epochs_per_step,
+        critic=critic,
+        critic_only_steps=critic_only_steps,
+        takes_turns=memory != "none",
+    )
     run = Run(
         policy=policy,
         stream=stream,
         collect=collect,
-        memory=make_memory_plan(MemoryConfig(order=memory), engine, trainer),
+        memory=make_memory_plan(MemoryConfig(order=memory), engine, policy),
         recorder=recorder,
         store=store,
         save_request=SaveRequest(folder / "save"),
@@ -146,4 +174,4 @@ async def restore(run: Run) -> None:
     """What the builder does with a checkpoint: the trainer comes back at the step of the state."""
     found = run.store.newest().checkpoint
     if found is not None:
-        await run.policy.trainer.load(found.policy_folder("policy"))
+        await restore_policy(run.policy, found, found.state())

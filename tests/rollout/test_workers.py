@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import pickle
 import select
 import signal
 import subprocess
@@ -17,7 +19,7 @@ import pytest
 from paceline.errors import ConfigError, RewardError
 from paceline.rollout.score import Score
 from paceline.rollout.scorers import ScorerOptions
-from paceline.rollout.worker_protocol import BuiltinScorer, LocatedScorer, PickledScorer
+from paceline.rollout.worker_protocol import BuiltinScorer, LocatedScorer, PickledScorer, frame
 from paceline.rollout.workers import WorkerPool
 
 VALUES: dict[str, Any] = {
@@ -96,6 +98,35 @@ def test_user_output_does_not_reach_the_pipe(capfd: pytest.CaptureFixture[str]) 
     assert out == ""
     assert "hello from the reward" in err
     assert "raw" in err
+
+
+class Payload:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.folder,)
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_what_a_function_sends_in_place_of_its_score_is_not_run(
+    tmp_path: Path, as_json: bool
+) -> None:
+    body = b"[1, 2]" if as_json else pickle.dumps(Payload(str(tmp_path / "ran")))
+    forged = frame(body)
+
+    def score(completion: str) -> float:
+        for handle in range(3, 20):
+            with contextlib.suppress(OSError):
+                os.write(handle, forged)
+        return 1.0
+
+    result = asyncio.run(call_once(score))
+    assert (result.value, result.cause) == (None, "crashed")
+    assert "sent no score" in result.detail
+    assert not (tmp_path / "ran").exists()
 
 
 def test_exceptions_are_scores_with_the_users_line() -> None:
@@ -246,7 +277,7 @@ def test_a_process_that_died_while_idle_is_replaced_without_a_failed_call() -> N
             await pool.start()
             (child,) = pool._children
             os.kill(child.pid, signal.SIGKILL)
-            await child.wait()
+            await child.exit_code()
             return await pool.call("f", VALUES)
         finally:
             await pool.aclose()

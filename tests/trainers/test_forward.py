@@ -7,6 +7,7 @@ import logging
 import pytest
 import torch
 import transformers
+from architectures import ARCHITECTURES, small_model
 from tiny import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_rows import VOCAB, model64, random_rows
@@ -14,55 +15,8 @@ from trainer_rows import VOCAB, model64, random_rows
 from paceline.trainers.forward import CausalForward
 from paceline.trainers.layout import input_lengths, make_micro_batch
 
-SMALL = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
-ARCHITECTURES = {
-    "llama": (transformers.LlamaConfig, SIZES),
-    "qwen3": (transformers.Qwen3Config, {**SIZES, "head_dim": 8}),
-    "mistral, sliding window 4": (transformers.MistralConfig, {**SIZES, "sliding_window": 4}),
-    "gemma2, capped logits": (
-        transformers.Gemma2Config,
-        {
-            **SIZES,
-            "head_dim": 8,
-            "final_logit_softcapping": 5.0,
-            "attn_logit_softcapping": None,
-            "sliding_window": 4,
-        },
-    ),
-    "cohere, scaled logits": (transformers.CohereConfig, {**SIZES, "logit_scale": 0.25}),
-    "granite, divided logits": (transformers.GraniteConfig, {**SIZES, "logits_scaling": 8.0}),
-    "gpt2": (transformers.GPT2Config, {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
-    "gpt-neox": (transformers.GPTNeoXConfig, SIZES),
-    "opt": (
-        transformers.OPTConfig,
-        {**SIZES, "ffn_dim": 48, "word_embed_proj_dim": 16},
-    ),
-    "mixtral": (transformers.MixtralConfig, {**SIZES, "num_local_experts": 4}),
-}
-
 IN_FLOAT32 = {"mixtral": 2e-5, "gemma2, capped logits": 1e-6}
 """Models that compute parts in float32 whatever they are given, and how far that may show."""
-
-
-def _model(name: str) -> transformers.PreTrainedModel:
-    kind, settings = ARCHITECTURES[name]
-    config = kind(**SMALL, **settings)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3)  # logits large enough for a cap to matter
-    # The grouped matrix product of experts knows no float64.
-    return (model if name == "mixtral" else model.double()).eval()
 
 
 def _expected(model, rows):
@@ -78,18 +32,18 @@ def _expected(model, rows):
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-def _found(forward, rows, chunk_tokens=7):
+def _found(forward, rows):
     lengths = input_lengths(rows)
     batch = make_micro_batch(rows, range(len(rows)), lengths, forward.layout, torch.device("cpu"))
-    return forward(batch, chunk_tokens=chunk_tokens)
+    return forward(batch)
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @torch.no_grad()
 def test_log_probs_equal_those_of_whole_logits(name, layout):
-    model, rows = _model(name), random_rows(num=5)
-    forward = CausalForward(model, layout=layout)
+    model, rows = small_model(name), random_rows(num=5)
+    forward = CausalForward(model, layout=layout, chunk_tokens=7)
     assert forward.slow_reason is None
     found, expected = _found(forward, rows), _expected(model, rows)
     gaps = [(a.double() - b).abs().max() for a, b in zip(found, expected, strict=True)]
@@ -101,7 +55,7 @@ def test_log_probs_equal_those_of_whole_logits(name, layout):
 def test_sdpa_layouts_agree_with_whole_logits(layout):
     model, rows = model64(), random_rows(num=9)
     torch.testing.assert_close(
-        _found(CausalForward(model, layout=layout), rows),
+        _found(CausalForward(model, layout=layout, chunk_tokens=7), rows),
         _expected(model, rows),
         rtol=0,
         atol=1e-10,
@@ -170,12 +124,12 @@ class _Shapes(TorchDispatchMode):
 def test_logits_exist_for_one_chunk_of_trained_tokens_at_a_time():
     model = tiny_model(vocab=509)
     rows = random_rows(num=12)
-    forward = CausalForward(model)
+    forward = CausalForward(model, chunk_tokens=16)
     batch = make_micro_batch(
         rows, range(len(rows)), input_lengths(rows), "padded", torch.device("cpu")
     )
     with _Shapes() as seen:
-        logprobs_N, _ = forward(batch, chunk_tokens=16)
+        logprobs_N, _ = forward(batch)
         logprobs_N.sum().backward()
     assert len(logprobs_N) > 64
     # Rows of tensors that end in the vocabulary: chunks, and the head transposed (32 wide).

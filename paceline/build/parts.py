@@ -1,0 +1,237 @@
+"""Making the parts that a run file names: one `match` a seam, heavy libraries on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.algorithms.base import Objective
+from paceline.config import RunFile, locate_model
+from paceline.data.loader import load_data, load_source
+from paceline.data.prompts import PromptSet, prompts_from_rows
+from paceline.data.sources import DataConfig, FileSource
+from paceline.drivers.dispose import Disposer
+from paceline.engines.base import EmbeddedEngineConfig, Engine
+from paceline.engines.embedded import EmbeddedEngine
+from paceline.errors import ConfigError
+from paceline.evals import PreparedSet
+from paceline.evals_settings import EvalSet
+from paceline.models import eos_token_ids, load_model, load_tokenizer
+from paceline.rollout.renderer import Renderer
+from paceline.rollout.rewards import Reward, build_reward
+from paceline.rollout.runner import Runner
+from paceline.rollout.single_turn import SINGLE_TURN, load_env
+from paceline.trainers.base import SingleTrainerConfig
+from paceline.trainers.single import SingleTrainer
+from paceline.trainers.values import ValueModel, load_value_model
+from paceline.types import Prompt
+from paceline.weights.base import Transport
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Rows = Iterable[str | Mapping[str, Any] | Prompt]
+GIVEN_EVAL_SET = "eval"
+"""Name of the eval set that is handed over in Python."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What Python code hands over besides the run file."""
+
+    prompts: Rows | None = None
+    reward: Callable[..., Any] | None = None
+    eval_prompts: Rows | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """The tokenizer of a policy, and what is made with it."""
+
+    tokenizer: PreTrainedTokenizerBase
+    renderer: Renderer
+    end_ids: frozenset[int]
+
+
+def make_model(run_file: RunFile, path: Path | None = None) -> PreTrainedModel:
+    """The model of `[model]`, or its weights from the folder `path`."""
+    config = run_file.located_model
+    if path is not None:
+        config = config.model_copy(update={"path": str(path), "random_init": False})
+    return load_model(config, seed=run_file.run.seed)
+
+
+def make_critic_model(run_file: RunFile, text: Text) -> ValueModel | None:
+    """The critic's model before training, if the algorithm has a critic."""
+    if run_file.algorithm.critic is None:
+        return None
+    config = locate_model(run_file.critic_model, run_file.base)
+    key = "model" if run_file.critic_settings.model is None else "critic.model"
+    model = load_value_model(config, seed=run_file.run.seed, key=key)
+    rows, tokens = model.body.get_input_embeddings().num_embeddings, len(text.tokenizer)
+    if rows < tokens:
+        raise ConfigError(
+            f"{key}.path = {config.path!r}: it knows {rows} tokens, the policy's tokenizer has "
+            f"{tokens}; a critic must share the policy's vocabulary"
+        )
+    return model
+
+
+def make_text(run_file: RunFile, model: PreTrainedModel) -> Text:
+    """Tokenizer, renderer and end tokens."""
+    tokenizer = load_tokenizer(run_file.located_model)
+    end_ids = eos_token_ids(model, tokenizer)
+    options = run_file.rollout.chat_template_options
+    renderer = Renderer(tokenizer, end_ids=end_ids, template_options=options)
+    return Text(tokenizer, renderer, end_ids)
+
+
+def load_prompts(run_file: RunFile, given: Given, renderer: Renderer) -> tuple[PromptSet, ...]:
+    """The training prompts, filtered by their length with the template."""
+    supervised = not run_file.algorithm.learns_from_rollouts
+    rules = run_file.data or DataConfig()
+
+    def length(prompt: Prompt) -> int:
+        return len(renderer.encode(prompt))
+
+    if given.prompts is None:
+        return load_data(rules, base=run_file.base, length=length, supervised=supervised)
+    return (prompts_from_rows(given.prompts, length=length, rules=rules, supervised=supervised),)
+
+
+def make_trainer(
+    run_file: RunFile,
+    model: PreTrainedModel,
+    text: Text,
+    *,
+    horizon: int,
+    reference: PreTrainedModel | None,
+) -> SingleTrainer:
+    """The trainer of the policy. horizon: optimizer steps that it will make."""
+    match run_file.trainer:
+        case SingleTrainerConfig() as config:
+            return SingleTrainer(
+                config,
+                model,
+                text.tokenizer,
+                run_file.algorithm,
+                horizon=horizon,
+                reference=reference,
+            )
+
+
+def make_critic(
+    run_file: RunFile, model: ValueModel, text: Text, objective: Objective, *, horizon: int
+) -> SingleTrainer:
+    """The trainer of the critic."""
+    match run_file.trainer:
+        case SingleTrainerConfig() as config:
+            settings = run_file.critic_settings.for_trainer(config)
+            return SingleTrainer(settings, model, text.tokenizer, objective, horizon=horizon)
+
+
+def make_engine(
+    run_file: RunFile, model: PreTrainedModel, text: Text, *, policy: str, transport: Transport
+) -> EmbeddedEngine:
+    match run_file.engine:
+        case EmbeddedEngineConfig() as config:
+            return EmbeddedEngine(
+                config.model_copy(update={"weights": transport}),
+                model,
+                text.tokenizer,
+                policy=policy,
+                eos_token_ids=text.end_ids,
+            )
+
+
+def transport_of(run_file: RunFile) -> Transport:
+    """`auto` shares storage: in the synchronous driver, sampling and learning never overlap."""
+    asked = run_file.engine.weights
+    return "shared" if asked == "auto" else asked
+
+
+async def make_reward(
+    run_file: RunFile, given: Given, disposer: Disposer, eval_set: EvalSet | None = None
+) -> Reward | None:
+    """The reward of the run, or of an eval set that has its own; started, and owned."""
+    config = run_file.reward
+    function = given.reward
+    if eval_set is not None and eval_set.reward is not None:
+        config, function = eval_set.reward, None
+    if not config.scorers and function is None:
+        return None
+    reward = build_reward(config, base=run_file.base, function=function)
+    disposer.add("reward workers", reward.aclose)
+    await reward.start()
+    return reward
+
+
+def make_runner(
+    run_file: RunFile,
+    engine: Engine,
+    text: Text,
+    reward: Reward | None,
+    *,
+    policy: str,
+    eval_set: EvalSet | None = None,
+) -> Runner:
+    env = load_env(run_file.rollout.env, base=run_file.base, reward=reward)
+    return Runner(
+        engine,
+        text.renderer,
+        env,
+        reward,
+        run_file.rollout,
+        policy=policy,
+        run_seed=run_file.run.seed,
+        samples_per_prompt=eval_set.samples_per_prompt if eval_set else None,
+        sampling=eval_set.sampling if eval_set else None,
+        purpose=f"eval:{eval_set.name}" if eval_set else "sample",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEvalSet:
+    """An eval set with its prompts and its reward; an engine makes it a `PreparedSet`."""
+
+    settings: EvalSet
+    prompts: tuple[Prompt, ...]
+    reward: Reward | None
+
+    def prepare(self, run_file: RunFile, engine: Engine, text: Text, policy: str) -> PreparedSet:
+        runner = make_runner(
+            run_file, engine, text, self.reward, policy=policy, eval_set=self.settings
+        )
+        on_failure = "drop_sample" if self.reward is None else self.reward.on_failure
+        return PreparedSet(self.settings, self.prompts, runner, on_failure)
+
+
+async def load_eval_sets(
+    run_file: RunFile,
+    given: Given,
+    renderer: Renderer,
+    disposer: Disposer,
+    reward: Reward | None,
+) -> list[LoadedEvalSet]:
+    """All eval sets; those without a reward of their own share the run's."""
+    rules = (run_file.data or DataConfig()).model_copy(update={"max_prompt_tokens": None})
+    loaded = []
+    for settings in run_file.evals.sets:
+        prompts = load_source(settings.data, base=run_file.base, rules=rules)
+        own = reward
+        if settings.reward is not None:
+            own = await make_reward(run_file, given, disposer, settings)
+        loaded.append(LoadedEvalSet(settings, prompts.prompts, own))
+    if given.eval_prompts is not None:
+        given_set = EvalSet(name=GIVEN_EVAL_SET, data=FileSource(path="(given in Python)"))
+        prompts = prompts_from_rows(given.eval_prompts, GIVEN_EVAL_SET, rules=rules)
+        loaded.append(LoadedEvalSet(given_set, prompts.prompts, reward))
+    if loaded and run_file.rollout.env == SINGLE_TURN:
+        lacking = [one.settings.name for one in loaded if one.reward is None]
+        if lacking:
+            raise ConfigError(
+                f"eval set {lacking[0]!r} has no reward: set [reward], or evals.sets.reward"
+            )
+    return loaded

@@ -1,0 +1,105 @@
+"""Making a policy with all that trains it, and bringing it back from a checkpoint."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paceline.build.parts import (
+    Text,
+    make_critic,
+    make_engine,
+    make_model,
+    make_trainer,
+    transport_of,
+)
+from paceline.checkpoint import Checkpoint, PolicyProgress, RunState
+from paceline.config import RunFile
+from paceline.data.stream import PromptStream
+from paceline.drivers.dispose import Disposer
+from paceline.errors import CheckpointError
+from paceline.models import model_fingerprint
+from paceline.policy import Policy
+from paceline.trainers.values import ValueModel
+from paceline.types import JsonValue
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+POLICY = "policy"
+"""Name of the only policy of a run file without `[policies]`."""
+
+
+def fingerprint(
+    run_file: RunFile, model: PreTrainedModel, critic: ValueModel | None, stream: PromptStream
+) -> dict[str, JsonValue]:
+    """What a resumed run must share. Learning rate, cadence and length of the run may change."""
+    found: dict[str, JsonValue] = {
+        "seed": run_file.run.seed,
+        "model": {"path": run_file.model.path, **model_fingerprint(model)},
+        "data": stream.fingerprint,
+        "algorithm": run_file.algorithm.model_dump(mode="json"),  # type: ignore[attr-defined]
+    }
+    if critic is not None:
+        found["critic"] = {"path": run_file.critic_model.path, **model_fingerprint(critic)}
+    return found
+
+
+def make_policy(
+    run_file: RunFile,
+    model: PreTrainedModel,
+    critic_model: ValueModel | None,
+    text: Text,
+    num_steps: int,
+    disposer: Disposer,
+) -> Policy:
+    """Trainer, critic and engine; each is owned by the disposer as soon as it exists."""
+    algorithm, config = run_file.algorithm, run_file.trainer
+    objective = algorithm.critic
+    critic_only = run_file.critic_settings.warmup_steps if objective is not None else 0
+    updates = config.updates_per_step * config.epochs_per_step
+    critic = None
+    if objective is not None and critic_model is not None:
+        horizon = max(1, num_steps * updates)
+        critic = make_critic(run_file, critic_model, text, objective, horizon=horizon)
+        disposer.add("critic", critic.aclose)
+    trainer = make_trainer(
+        run_file,
+        model,
+        text,
+        horizon=max(1, (num_steps - critic_only) * updates),
+        reference=make_model(run_file) if algorithm.needs_reference else None,
+    )
+    disposer.add("trainer", trainer.aclose)
+    transport = transport_of(run_file)
+    engine = make_engine(run_file, model, text, policy=POLICY, transport=transport)
+    disposer.add("engine", engine.aclose)
+    return Policy(
+        POLICY,
+        algorithm,
+        engine,
+        trainer,
+        transport,
+        updates_per_step=config.updates_per_step,
+        epochs_per_step=config.epochs_per_step,
+        critic=critic,
+        critic_only_steps=critic_only,
+        takes_turns=run_file.memory.order != "none",
+    )
+
+
+async def restore_policy(policy: Policy, checkpoint: Checkpoint, state: RunState) -> None:
+    """Load the trainer, and the critic if there is one; both must stand where the state says.
+
+    Raises CheckpointError if the checkpoint lacks one of them, or holds it at another version.
+    """
+    await policy.trainer.load(checkpoint.policy_folder(policy.name))
+    if policy.critic is not None:
+        await policy.critic.load(checkpoint.critic_folder(policy.name))
+    saved = state.policies[policy.name]
+    critic_version = None if policy.critic is None else policy.critic.version
+    found = PolicyProgress(saved.step, policy.trainer.version, critic_version)
+    if found != saved:
+        raise CheckpointError(
+            f"{checkpoint.folder} contradicts itself: its state says {saved}, its trainers are at "
+            f"{found}; resume from an older checkpoint"
+        )

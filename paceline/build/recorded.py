@@ -1,0 +1,142 @@
+"""A step as its run recorded it: run file, samples as groups, row of metrics, weights before it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.build.policies import POLICY
+from paceline.checkpoint import Checkpoint, CheckpointStore
+from paceline.checkpoint_settings import CheckpointConfig
+from paceline.config import RunFile, load_run_file
+from paceline.errors import CheckpointError, ConfigError, DataError
+from paceline.observe.jsonl import read_rows
+from paceline.observe.regroup import regroup
+from paceline.observe.samples import SampleRecord, find_samples, read_samples, sample_files
+from paceline.trainers.threads import choose_threads
+from paceline.types import Group, Sample
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """Everything that a run kept of one step."""
+
+    run_dir: Path
+    run_file: RunFile
+    step: int
+    records: list[SampleRecord]
+    """All of the file, those that were not trained on included."""
+    groups: list[Group]
+    """Those that were trained on, in the order of their draws."""
+    row: dict[str, Any]
+    """The step's row of `metrics.jsonl`; empty if there is none."""
+
+    @property
+    def trained_records(self) -> list[SampleRecord]:
+        """One for each sample of `groups`, in their order."""
+        return [record for record in self.records if record.dropped is None]
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps of the step, if it had groups enough."""
+        trainer = self.run_file.trainer
+        return trainer.updates_per_step * trainer.epochs_per_step
+
+
+def read_step(
+    run_dir: Path, step: int | None = None, overrides: Sequence[str] = ()
+) -> RecordedStep:
+    """What a run kept of a step, by default of the last one. Nothing is changed on disk.
+
+    overrides: keys set over the run file that the run left. Raises ConfigError or DataError.
+    """
+    if not (run_dir / "run.toml").is_file():
+        raise ConfigError(f"{run_dir} has no run.toml: name the folder of a run, such as runs/demo")
+    step, path = find_samples(run_dir / "samples", step)
+    records = read_samples(path)
+    # What a run needs besides its model is looked for where it is needed.
+    run_file = load_run_file(run_dir / "run.toml", overrides, purpose="generate")
+    rows = read_rows(run_dir / "metrics.jsonl")
+    row = next((r for r in rows if r.get("step") == step and r.get("policy") == POLICY), {})
+    try:
+        groups = regroup([record for record in records if record.dropped is None])
+    except ValueError as error:
+        raise DataError(f"{path} does not fit together: {error}") from error
+    return RecordedStep(run_dir, run_file, step, records, groups, row)
+
+
+def find_checkpoint(run_dir: Path, step: int) -> Checkpoint | None:
+    """The verified checkpoint of a step; None if there is none, or it is damaged."""
+    try:
+        return _store(run_dir).at(step)
+    except CheckpointError:
+        return None
+
+
+def checkpoint_before(recorded: RecordedStep) -> Checkpoint | None:
+    """The weights that a step began with; None stands for the model of the run file, at step 1.
+
+    Raises DataError, with the steps that have what is needed, if they were not saved.
+    """
+    before = recorded.step - 1
+    if before == 0:
+        return None
+    try:
+        return _store(recorded.run_dir).at(before)
+    except CheckpointError as error:
+        kept = sample_files(recorded.run_dir / "samples")
+        able = [s for s in (1, *(s + 1 for s in _store(recorded.run_dir).steps())) if s in kept]
+        steps = ", ".join(map(str, dict.fromkeys(able))) or "none"
+        raise DataError(
+            f"step {recorded.step} began with the weights of step {before}, and {error}. Steps "
+            f"whose weights are there: {steps}. To keep those of every step, train with "
+            "checkpoint.every=1 and a large checkpoint.keep_last"
+        ) from error
+
+
+def check_complete(recorded: RecordedStep) -> None:
+    """Raise DataError if the step can not be replayed from what was kept of it."""
+    if not recorded.row:
+        raise DataError(
+            f"{recorded.run_dir / 'metrics.jsonl'} has no row of step {recorded.step}: the run "
+            "ended in that step; start it again to finish it, or replay an earlier step"
+        )
+    num_samples, num_kept = recorded.row.get("rollout/samples"), len(recorded.records)
+    if num_samples is not None and num_kept < num_samples:
+        raise DataError(
+            f"{num_kept} of the {num_samples:g} samples of step {recorded.step} were kept "
+            "(observe.max_samples_per_step), and its loss is made of all: train without that key"
+        )
+    if not recorded.groups:
+        raise DataError(f"step {recorded.step} has no group that was trained on")
+
+
+def trained_samples(groups: Sequence[Group]) -> list[Sample]:
+    """The samples that become rows, in the order of the rows."""
+    return [
+        sample
+        for group in groups
+        for episode in group.episodes
+        for sample in episode.samples
+        if episode.is_trainable and any(sample.mask)
+    ]
+
+
+def recorded_threads(recorded: RecordedStep, checkpoint: Checkpoint | None) -> int:
+    """CPU threads of the trainer at that time: sums depend on them in the last bit."""
+    if recorded.run_file.trainer.threads is not None:
+        return recorded.run_file.trainer.threads
+    found = checkpoint.state().threads if checkpoint is not None else None
+    if found is None:
+        try:
+            found = json.loads((recorded.run_dir / "environment.json").read_bytes())["threads"]
+        except (OSError, ValueError, KeyError, TypeError):
+            found = None
+    return found if isinstance(found, int) and found > 0 else choose_threads()
+
+
+def _store(run_dir: Path) -> CheckpointStore:
+    return CheckpointStore(run_dir / "checkpoints", CheckpointConfig())

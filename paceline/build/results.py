@@ -1,0 +1,41 @@
+"""What the entry points give back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paceline.types import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """How a run ended."""
+
+    run_dir: Path
+    step: int
+    """The last finished step, over all restarts."""
+    version: int
+    """Optimizer steps done, over all restarts."""
+    first_evals: dict[str, float] = field(default_factory=dict)
+    """Metric -> value of this process's first eval; before training, in a fresh run."""
+    evals: dict[str, float] = field(default_factory=dict)
+    """Metric -> value of its last eval."""
+    model_path: Path | None = None
+    """Model of the last checkpoint, in Hugging Face format; None if none was made."""
+    samples: list[Sample] = field(default_factory=list)
+    """The last step's samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalReport:
+    """What `evaluate` measured."""
+
+    weights: str
+    """The model or checkpoint that was measured."""
+    values: dict[str, float]
+    """Metric -> value, such as `eval/heldout/reward`."""
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Eval set -> why it has no numbers."""
+    samples: dict[str, list[Sample]] = field(default_factory=dict)
+    """Eval set -> its answers."""
