@@ -1,9 +1,10 @@
 """Kills a small run at its n-th event, resumes it, and prints what both left. Run by test_crash.
 
-    python crash_runs.py FOLDER FIRST LAST STRIDE [--second]
+    python crash_runs.py FOLDER FIRST LAST STRIDE [--ppo] [--second]
 
 An event is the begin or end of a phase, or an operation on files. Every run is a forked child, so
-that the libraries are loaded once. `--second` kills the resumed run once more, at the same event.
+that the libraries are loaded once. `--ppo` trains with a critic, which warms up over two steps.
+`--second` kills the resumed run once more, at the same event.
 """
 
 from __future__ import annotations
@@ -59,6 +60,16 @@ data = {{ path = "{folder}/held.jsonl" }}
 samples_per_prompt = 2
 [observe]
 console = "off"
+"""
+
+PPO = """
+[algorithm]
+kind = "ppo"
+gae_lambda = 0.9
+bootstrap_truncated = true
+[critic]
+lr = 0.02
+warmup_steps = 2
 """
 
 
@@ -130,12 +141,14 @@ def prepare(folder: Path) -> None:
 
 
 def run(folder: Path, name: str, events_file: Path, kill_at: int = 0) -> int:
+    text = RUN_FILE + (PPO if "--ppo" in sys.argv else "")
+
     def work() -> None:
         torch.set_num_threads(1)
         events = Events(kill_at)
         watch(events)
         file = folder / f"{name}.toml"
-        file.write_text(RUN_FILE.format(name=name, folder=folder))
+        file.write_text(text.format(name=name, folder=folder))
         train(load_run_file(file, []))
         events_file.write_text(json.dumps(events.names))
 
@@ -146,8 +159,8 @@ def outcome(run_dir: Path) -> dict[str, object]:
     """Everything that must not depend on crashes."""
     newest = sorted((run_dir / "checkpoints").glob("step-*"))[-1]
     hashes = {
-        name: hashlib.sha256((newest / "policies/policy" / name).read_bytes()).hexdigest()
-        for name in ("model/model.safetensors", "optimizer.safetensors")
+        str(file.relative_to(newest)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in sorted((newest / "policies").rglob("*.safetensors"))
     }
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     kept = [{k: v for k, v in r.items() if not k.startswith(("time/", "perf/"))} for r in rows]
@@ -184,7 +197,6 @@ def main() -> None:
             statuses.append(run(folder, name, events_file, kill_at))
         statuses.append(run(folder, name, events_file))
         found = outcome(folder / name) if statuses[-1] == 0 else {}
-        found and found["rows"]
         different = [key for key in expected if found.get(key) != expected[key]]
         line = {"at": kill_at, "event": names[kill_at - 1], "statuses": statuses}
         print(json.dumps({**line, "different": different}), flush=True)

@@ -21,8 +21,9 @@ num_steps = 3
 seed = 5
 [model]
 path = "model"
-[data]
+[[data.sources]]
 path = "prompts.jsonl"
+id_key = "id"
 [reward]
 kind = "regex"
 pattern = "[0-4]"
@@ -40,6 +41,14 @@ keep_last = 9
 console = "off"
 """
 
+REWARDS = """
+def score(completion, num_tokens):
+    return len(completion) + 0.1 * num_tokens
+
+def fails_at_times(completion, answer):
+    return None if "a" in completion else len(set(completion)) - answer
+"""
+
 
 def train_run(folder: Path, *overrides: str, text: str = RUN_FILE, **given: Any) -> Path:
     """Train; returns the folder of the run. given: what Python hands over."""
@@ -50,7 +59,7 @@ def train_run(folder: Path, *overrides: str, text: str = RUN_FILE, **given: Any)
         {"id": f"add-{i}", "prompt": f"{i}+{i}=", "completion": str(2 * i), "answer": 2 * i}
         for i in range(9)
     ]
-    (folder / "rewards.py").write_text("def score(completion, answer, num_tokens):\n    return len(completion) + 0.1 * num_tokens\n")
+    (folder / "rewards.py").write_text(REWARDS)
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = folder / "run.toml"
     path.write_text(text)
@@ -59,7 +68,9 @@ def train_run(folder: Path, *overrides: str, text: str = RUN_FILE, **given: Any)
     return run_file.run_dir
 
 
-def rewrite_samples(run_dir: Path, step: int, change: Callable[[list[dict[str, Any]]], Any]) -> None:
+def rewrite_samples(
+    run_dir: Path, step: int, change: Callable[[list[dict[str, Any]]], Any]
+) -> None:
     """Change the samples that a step left."""
     path = run_dir / "samples" / f"step-{step:06d}.jsonl.gz"
     items = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]

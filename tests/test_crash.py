@@ -1,8 +1,9 @@
 """`kill -9` at every phase and inside every write: a resumed run ends as if nothing had happened.
 
 The run crosses epoch boundaries (6 prompts, 4 a step, 3 epochs), saves every second step, keeps
-the best checkpoint and evaluates. Compared are weights, moments, metrics, every sample, the data
-cursor and the best score, bit for bit; see crash_runs.py.
+the best checkpoint and evaluates; with PPO a critic learns alone for two steps, then with the
+policy. Compared are weights, moments, metrics, every sample, the data cursor and the best score,
+bit for bit; see crash_runs.py.
 """
 
 from __future__ import annotations
@@ -39,23 +40,31 @@ def check(lines: list[dict[str, Any]], num_kills: int) -> None:
         assert line["different"] == [], f"ended differently: {line}"
 
 
+ALGORITHMS = pytest.mark.parametrize("options", [(), ("--ppo",)], ids=["grpo", "ppo"])
+
+
 @pytest.mark.timeout(300)
-def test_killed_at_some_events(tmp_path: Path) -> None:
-    first, lines = crash(tmp_path, "3", "9999", "23")
+@ALGORITHMS
+def test_killed_at_some_events(tmp_path: Path, options: tuple[str, ...]) -> None:
+    first, lines = crash(tmp_path, "3", "9999", "37", *options)
     assert first["steps"] == 6  # before training, and 6 prompts * 3 epochs / 4 a step
+    models = [name for name in first["expected"]["hashes"] if name.endswith("model.safetensors")]
+    assert len(models) == (2 if options else 1)
     check(lines, 1)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1600)
-def test_killed_at_every_event(tmp_path: Path) -> None:
-    first, lines = crash(tmp_path, "1", "9999", "1")
+@ALGORITHMS
+def test_killed_at_every_event(tmp_path: Path, options: tuple[str, ...]) -> None:
+    first, lines = crash(tmp_path, "1", "9999", "1", *options)
     assert len(lines) == first["events"] > 100
     check(lines, 1)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_killed_twice(tmp_path: Path) -> None:
-    _, lines = crash(tmp_path, "2", "9999", "17", "--second")
+@ALGORITHMS
+def test_killed_twice(tmp_path: Path, options: tuple[str, ...]) -> None:
+    _, lines = crash(tmp_path, "2", "9999", "17", "--second", *options)
     check(lines, 2)

@@ -1,3 +1,6 @@
+"""The reward of the task: which sign belongs between two numbers, as in "47?38:" and ">"."""
+
+
 def score(completion, answer):
-    """A sign earns a little, the right one the rest: so there is something to compare early on."""
+    """Any sign earns a little, so that early answers differ; the right one earns 1."""
     return {"sign": 0.1 * (completion in ("<", "=", ">")), "right": 0.9 * (completion == answer)}

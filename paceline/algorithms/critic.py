@@ -43,6 +43,7 @@ class ValueObjective:
             old_N = given(inputs.old_values_N, "old_values_N", "loss of the critic")
             held_N = old_N + (values_N - old_N).clamp(-self.value_clip, self.value_clip)
             held_square_N = (held_N - returns_N) * (held_N - returns_N)
-            means["value_clip_fraction"] = token_mean((held_square_N > square_N).to(square_N.dtype))
+            is_held_N = (held_square_N > square_N).to(square_N.dtype)
+            means |= {"value_clip_fraction": token_mean(is_held_N)}
             square_N = square_N.maximum(held_square_N)
         return LossOutput((inputs.weights_N * square_N).sum() / 2, means)

@@ -66,7 +66,7 @@ def token_losses(algorithm: Algorithm, inputs: LossInputs) -> list[float]:
     output = algorithm.loss(replace(inputs, weights_N=weights_N))
     (losses_N,) = torch.autograd.grad(output.loss, weights_N)
     losses: list[float] = (inputs.weights_N * losses_N).tolist()
-    if not math.isclose(math.fsum(losses), float(output.loss), rel_tol=1e-6, abs_tol=1e-9):
+    if not math.isclose(math.fsum(losses), float(output.loss.detach()), rel_tol=1e-6, abs_tol=1e-9):
         raise TrainerError("the loss of this algorithm is no weighted sum over tokens")
     return losses
 

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.options import Best, Debug, PolicyName, Step
-from paceline.errors import ConfigError, DataError
+from paceline.cli.options import Best, Debug, PolicyName, RunFolder, Step
+from paceline.errors import ConfigError, DataError, nearest_hint
 
 
 def export(
@@ -55,7 +55,7 @@ def copy_folder(source: Path, out: Path) -> None:
 
 
 def inspect(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, such as runs/demo.")],
+    run: RunFolder,
     step: Annotated[
         int | None, typer.Option(min=0, show_default=False, help="Default: the last one.")
     ] = None,
@@ -66,9 +66,30 @@ def inspect(
         str | None,
         typer.Option(show_default=False, help="Instead: all samples of the prompt with this id."),
     ] = None,
+    eval_set: Annotated[
+        str | None,
+        typer.Option("--eval", show_default=False, help="Instead: answers to this eval set."),
+    ] = None,
+    numbers: Annotated[
+        bool,
+        typer.Option("--numbers", help="Instead: every number of one sample, token by token."),
+    ] = False,
+    sample: Annotated[
+        str | None,
+        typer.Option(
+            show_default=False,
+            help="With --numbers: best, worst, an index from 0, or PROMPT, PROMPT/EPISODE or "
+            "PROMPT/EPISODE/ROW. Default: the first that was trained on.",
+        ),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Show samples of a step with their rewards: the best, the worst, or all of a prompt.
+
+    With --numbers, one sample as the step saw it: mask, log-probs that the engine reported
+    (behaviour), before (old) and after the step (new), ratio new / old, advantage, weight in the
+    loss and loss of each token; below, what they are made of. Old and new log-probs need the
+    checkpoints of the step before and of the step.
 
     [bold]Examples[/bold]
 
@@ -76,20 +97,61 @@ def inspect(
 
     [cyan]paceline inspect runs/demo --step 40 --best 5 --worst 0[/cyan]
 
-    [cyan]paceline inspect runs/demo --prompt add-17[/cyan]
+    [cyan]paceline inspect runs/demo --eval heldout --step 40[/cyan]
+
+    [cyan]paceline inspect runs/demo --step 40 --numbers --sample add-17/2[/cyan]
     """
-    from rich.console import Console
-
-    from paceline.observe.samples import find_samples, read_samples
-    from paceline.observe.samples_view import samples_table, show_samples
-
     if not run.is_dir():
         raise ConfigError(f"there is no folder {run}: name the folder of a run, such as runs/demo")
+    if sample is not None and not numbers:
+        raise ConfigError("--sample goes with --numbers; to see all of a prompt, use --prompt")
+    if numbers:
+        if eval_set is not None or prompt is not None:
+            raise ConfigError("--numbers shows one sample of a training step: name it by --sample")
+        _show_numbers(run, step, sample)
+        return
+    _show_samples(run, eval_set, step, prompt, best=best, worst=worst, first=first)
+
+
+def _show_numbers(run: Path, step: int | None, sample: str | None) -> None:
+    from paceline.build.numbers import sample_numbers
+    from paceline.build.recorded import read_step
+    from paceline.cli.numbers import choose_sample, describe_numbers
+
+    recorded = read_step(run, step)
+    index = choose_sample(recorded.records, sample)
+    typer.echo("\n".join(describe_numbers(sample_numbers(recorded, index))))
+
+
+def _show_samples(
+    run: Path,
+    eval_set: str | None,
+    step: int | None,
+    prompt: str | None,
+    *,
+    best: int,
+    worst: int,
+    first: int,
+) -> None:
+    from rich.console import Console
+
+    from paceline.observe.samples import eval_folder, eval_names, find_samples, read_samples
+    from paceline.observe.samples_view import samples_table, show_samples
+
+    folder = run / "samples"
+    if eval_set is not None:
+        names = eval_names(folder)
+        if eval_set not in names:
+            raise DataError(
+                f"{folder} has no answers to an eval set {eval_set!r}"
+                f"{nearest_hint(eval_set, names) or '; there are none to any'}"
+            )
+        folder = eval_folder(folder, eval_set)
     console = Console()
     if prompt is None:
-        show_samples(console, run, step, best=best, worst=worst, first=first)
+        show_samples(console, folder, step, best=best, worst=worst, first=first)
         return
-    found, path = find_samples(run / "samples", step)
+    found, path = find_samples(folder, step)
     chosen = [record for record in read_samples(path) if record.prompt_id == prompt]
     if not chosen:
         raise DataError(f"step {found} has no sample of prompt {prompt!r}")

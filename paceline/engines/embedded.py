@@ -23,6 +23,7 @@ from paceline.engines.embedded_serving import Serving
 from paceline.engines.embedded_weights import OwnWeights
 from paceline.errors import EngineError, WeightError
 from paceline.weights.base import PauseMode, WeightPlan
+from paceline.weights.receive import receive_into
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,6 +59,7 @@ class EmbeddedEngine:
         if config.weights == "copy":
             model = copy.deepcopy(model).requires_grad_(False).eval()
             self._weights = OwnWeights(model)
+        self._module = model
         self._model = CachedModel(model)
         limits = [n for n in (config.max_context, self._model.max_positions) if n is not None]
         max_context = min(limits, default=None)
@@ -122,19 +124,19 @@ class EmbeddedEngine:
                 f"weights of policy {plan.policy!r} were sent to the engine of {self.policy!r}"
             )
         expected = "shared" if self._weights is None else "copy"
-        if plan.transport != expected or (plan.tensors is None and self._weights is not None):
+        if plan.transport != expected:
             raise WeightError(
-                f"the engine of {self.policy!r} takes transport {expected!r}"
-                f"{'' if self._weights is None else ' with tensors'}, and was sent "
-                f"{plan.transport!r} {'without' if plan.tensors is None else 'with'} tensors"
+                f"the engine of {self.policy!r} takes transport {expected!r}, and was sent "
+                f"{plan.transport!r}"
             )
+        if self._weights is not None and "weights" in self._asleep:
+            raise WeightError("the engine's weights are asleep: wake them before a publish")
         await self._serving.call(self._take, plan)
         self._lacks_weights = False
         self._suspend()
 
     def _take(self, plan: WeightPlan) -> None:
-        if self._weights is not None and plan.tensors is not None:
-            self._weights.copy(plan.tensors)
+        receive_into(self._module, plan)
         self._batch.forget_prefixes()
         self._batch.version = plan.version
 

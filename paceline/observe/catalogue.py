@@ -25,6 +25,38 @@ class Meaning(NamedTuple):
 
 # Alphabetical. name: meaning, unit, over what.
 CATALOGUE: dict[str, Meaning] = {
+    "critic/empty_batches": Meaning(
+        "Optimizer steps without a trained token: loss 0", "updates", "sum over the step"
+    ),
+    "critic/explained_variance": Meaning(
+        "Share of the returns' variance that the critic predicted; below 0: worse than a constant",
+        "",
+        "trained tokens of the step",
+    ),
+    "critic/grad_norm": Meaning(
+        "L2 norm of the gradient before clipping", "", "mean over optimizer steps"
+    ),
+    "critic/loss": Meaning(
+        "Loss, reduced with its one global denominator", "", "mean over optimizer steps"
+    ),
+    "critic/lr": Meaning("Learning rate", "", "mean over optimizer steps"),
+    "critic/nonfinite_values": Meaning(
+        "NaN or infinite predictions", "share", "mean over trained tokens"
+    ),
+    "critic/return": Meaning("What should be predicted", "", "mean over trained tokens"),
+    "critic/skipped_updates": Meaning(
+        "Optimizer steps skipped for a non-finite gradient", "updates", "sum over the step"
+    ),
+    "critic/trained_tokens": Meaning(
+        "Trained tokens, once for each pass over them", "tokens", "sum over the step"
+    ),
+    "critic/value": Meaning("Prediction", "", "mean over trained tokens"),
+    "critic/value_clip_fraction": Meaning(
+        "Tokens whose prediction moved further than value_clip", "share", "mean over trained tokens"
+    ),
+    "critic/value_error": Meaning(
+        "Distance of the prediction from the return", "", "mean over trained tokens"
+    ),
     "eval/<set>/failed_samples": Meaning(
         "Answers that could not be scored", "answers", "sum over the set"
     ),
@@ -131,7 +163,11 @@ CATALOGUE: dict[str, Meaning] = {
     ),
     "time/eval/<set>": Meaning("Wall time of the eval", "s", "the set"),
     "time/step_s": Meaning("Wall time since the row before this one", "s", "the step"),
-    "train/advantage_abs": Meaning("Size of the advantage", "", "mean over trainable episodes"),
+    "train/advantage_abs": Meaning(
+        "Size of the advantage",
+        "",
+        "mean over trainable episodes; over trained tokens where each has its own",
+    ),
     "train/approx_kl": Meaning(
         "k3 of KL(old||current): how far the updates moved the policy",
         "nats",
@@ -141,13 +177,29 @@ CATALOGUE: dict[str, Meaning] = {
         "Tokens whose ratio is clipped", "share", "mean over trained tokens"
     ),
     "train/clip_fraction_high": Meaning(
-        "Tokens clipped above 1 + clip_high, advantage > 0", "share", "mean over trained tokens"
+        "Tokens clipped above 1 + clip_high, advantage > 0 (cispo: any)",
+        "share",
+        "mean over trained tokens",
     ),
     "train/clip_fraction_low": Meaning(
-        "Tokens clipped below 1 - clip_low, advantage < 0", "share", "mean over trained tokens"
+        "Tokens clipped below 1 - clip_low, advantage < 0 (cispo: any)",
+        "share",
+        "mean over trained tokens",
+    ),
+    "train/correction_bounded": Meaning(
+        "Correction weights changed by their bounds", "share", "mean over weights"
+    ),
+    "train/correction_vetoed": Meaning(
+        "Rows taken out of the loss by correction.veto", "share", "mean over rows"
+    ),
+    "train/correction_weight": Meaning(
+        "Correction weight, after its bounds", "", "mean over weights"
     ),
     "train/dual_clip_fraction": Meaning(
         "Tokens held by dual_clip", "share", "mean over trained tokens"
+    ),
+    "train/effective_sample_share": Meaning(
+        "1 / mean of the squared correction weights, before their bounds", "share", "all weights"
     ),
     "train/empty_batches": Meaning(
         "Optimizer steps without a trained token: loss 0", "updates", "sum over the step"
@@ -160,6 +212,14 @@ CATALOGUE: dict[str, Meaning] = {
     ),
     "train/kl_reference": Meaning(
         "KL to the frozen reference, by kl_estimator", "nats", "mean over trained tokens"
+    ),
+    "train/kl_reward": Meaning(
+        "KL to the frozen reference, taken off the reward", "nats", "mean over trained tokens"
+    ),
+    "train/kl_teacher": Meaning(
+        "KL to the teacher: from the sampled token, or over its top k",
+        "nats",
+        "mean over trained tokens",
     ),
     "train/loss": Meaning(
         "Loss, reduced with its one global denominator", "", "mean over optimizer steps"
@@ -180,6 +240,9 @@ CATALOGUE: dict[str, Meaning] = {
     "train/nll": Meaning(
         "Negative log-likelihood of given tokens", "nats", "mean over trained tokens"
     ),
+    "train/nonfinite_kl_rewards": Meaning(
+        "NaN or infinite log-ratios to the reference in the reward", "tokens", "sum over the step"
+    ),
     "train/nonfinite_log_ratio": Meaning(
         "NaN or infinite log-ratios to the old policy", "share", "mean over trained tokens"
     ),
@@ -189,11 +252,17 @@ CATALOGUE: dict[str, Meaning] = {
     "train/nonfinite_reference_log_ratio": Meaning(
         "NaN or infinite log-ratios to the reference", "share", "mean over trained tokens"
     ),
+    "train/nonfinite_teacher": Meaning(
+        "NaN or infinite log-ratios to the teacher", "share", "mean over trained tokens"
+    ),
     "train/policy_loss": Meaning(
         "Loss without KL and entropy terms", "", "mean over trained tokens, weighted as in the loss"
     ),
     "train/ratio": Meaning(
         "Probability now, by that before the first update", "", "mean over trained tokens"
+    ),
+    "train/return": Meaning(
+        "Reward that follows a token, discounted, KL included", "", "mean over trained tokens"
     ),
     "train/skipped_updates": Meaning(
         "Optimizer steps skipped for a non-finite gradient", "updates", "sum over the step"
@@ -210,11 +279,15 @@ CATALOGUE: dict[str, Meaning] = {
     "train/zero_variance_groups": Meaning(
         "Groups whose rewards are all equal: advantage 0", "groups", "sum over the step"
     ),
+    "train/zero_variance_rollouts": Meaning(
+        "Rollouts whose returns are all equal: advantage 0", "rollouts", "sum over the step"
+    ),
 }
 
 AREAS = {
     "rollout": "Answers as they were sampled, before anything is masked",
     "train": "Credit, loss and optimizer",
+    "critic": "A critic's loss and optimizer",
     "eval": "Evals, by set",
     "time": "Wall time; differs from run to run",
     "perf": "Rates and memory; differ from run to run",

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
 from paceline.errors import WeightError
 from paceline.weights.base import WeightPlan
-from paceline.weights.tensors import named_tensors
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 
 def receive_copy(module: nn.Module, plan: WeightPlan) -> None:
     """Copy the plan's tensors into the module, in place; types may differ, shapes may not.
 
+    A tied parameter may come under any of its names, or all of them. Saved buffers may come too.
     Everything is checked before the first tensor is written, so that a refused plan leaves the
     module as it was. Raises WeightError.
     """
@@ -25,21 +26,38 @@ def receive_copy(module: nn.Module, plan: WeightPlan) -> None:
             f"policy {plan.policy!r}: the plan of version {plan.version} carries no tensors; "
             "let the trainer fill it (`Trainer.send`) before a receiver gets it"
         )
-    own = named_tensors(module)
-    problems = [f"{name} is missing in the sender" for name in own if name not in plan.tensors]
-    for name, tensor in plan.tensors.items():
-        if name not in own:
-            problems.append(f"{name} is unknown to the receiver")
-        elif own[name].shape != tensor.shape:
-            problems.append(
-                f"{name} has shape {tuple(tensor.shape)} in the sender and "
-                f"{tuple(own[name].shape)} in the receiver"
-            )
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    targets: dict[str, Tensor] = {**module.state_dict(keep_vars=True), **parameters}
+    problems = list(_problems(plan.tensors, targets, parameters))
     if problems:
         raise WeightError(
             f"policy {plan.policy!r}: weights of version {plan.version} do not fit the engine's "
-            f"model ({len(problems)} differences): {'; '.join(problems[:5])}"
+            f"model ({len(problems)} differences): {'; '.join(problems[:5])}. Nothing was changed"
         )
     with torch.no_grad():
         for name, tensor in plan.tensors.items():
-            own[name].copy_(tensor)
+            targets[name].copy_(tensor)
+
+
+def _problems(
+    tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
+) -> Iterator[str]:
+    covered = {id(targets[name]) for name in tensors if name in targets}
+    for name, parameter in parameters.items():
+        if id(parameter) not in covered:
+            yield f"{name} is missing in the sender"
+    first: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        if name not in targets:
+            yield f"{name} is unknown to the receiver"
+            continue
+        target = targets[name]
+        if target.shape != tensor.shape:
+            yield (
+                f"{name} has shape {tuple(tensor.shape)} in the sender and "
+                f"{tuple(target.shape)} in the receiver"
+            )
+            continue
+        other = first.setdefault(id(target), name)
+        if tensor is not tensors[other] and not torch.equal(tensor, tensors[other]):
+            yield f"{other} and {name} are one tied parameter in the receiver, and differ"

@@ -5,12 +5,13 @@ import sys
 
 import numpy as np
 import pytest
+from algorithm_settings import VARIANTS, make_algorithm
 from batches import micro_batch, random_rollout, score_rollout
 
 from paceline.algorithms import ALGORITHMS
 from paceline.algorithms.base import Algorithm
-from paceline.algorithms.grpo import Grpo
 from paceline.algorithms.sft import Sft
+from paceline.data.packing import read_scores
 from paceline.observe.catalogue import describe
 
 
@@ -34,10 +35,15 @@ def test_loading_the_table_loads_neither_torch_nor_numpy() -> None:
     assert found.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("algorithm", [Grpo(kl_coef=0.1, dual_clip=3.0), Sft()])
-def test_every_metric_is_in_the_catalogue(algorithm: Algorithm) -> None:
+@pytest.mark.parametrize("name", [*VARIANTS, "sft"])
+def test_every_metric_is_in_the_catalogue(name: str) -> None:
+    algorithm: Algorithm = Sft() if name == "sft" else make_algorithm(name)
     groups = random_rollout(np.random.default_rng(0))
-    inputs = micro_batch(score_rollout(groups, algorithm, seed=0))
+    scored = score_rollout(groups, algorithm, seed=0)
+    inputs = micro_batch(scored)
     names = [f"train/{name}" for name in algorithm.loss(inputs).means]
-    names += algorithm.credit(groups, "policy").metrics
+    if algorithm.critic is not None:
+        names += [f"critic/{name}" for name in algorithm.critic.loss(inputs).means]
+    scores = read_scores(groups, "policy", [one.row for one in scored])
+    names += algorithm.credit(groups, "policy", scores).metrics
     assert [name for name in names if describe(name) is None] == []

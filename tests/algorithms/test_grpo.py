@@ -186,7 +186,10 @@ def test_needs() -> None:
     assert Grpo(kl_coef=0.01).needs_reference
     assert not Grpo().needs_entropy_gradient
     assert Grpo(entropy_coef=0.01).needs_entropy_gradient
-    assert not Grpo().needs_critic
+    assert Grpo().critic is None
+    assert Grpo().needs_reward
+    assert not Grpo().needs_old_logprobs
+    assert not Grpo().needs_teacher
     assert Grpo().learns_from_rollouts
 
 

@@ -52,7 +52,10 @@ def test_credit_is_one_where_tokens_are_learned() -> None:
 def test_what_it_asks_for() -> None:
     sft = Sft()
     assert not sft.learns_from_rollouts
-    assert {sft.needs_reference, sft.needs_critic, sft.needs_entropy_gradient} == {False}
+    assert not sft.needs_reward
+    assert {sft.needs_reference, sft.needs_teacher, sft.needs_entropy_gradient} == {False}
+    assert {sft.needs_old_logprobs, sft.needs_final_values} == {False}
+    assert sft.critic is None
     assert sft.min_group_size == 1
     with pytest.raises(ValidationError, match="loss_mean"):
         Sft(loss_mean="constant")

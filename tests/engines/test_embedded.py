@@ -13,6 +13,7 @@ from paceline.engines.base import Completion, EmbeddedEngineConfig, Request, Sam
 from paceline.engines.embedded import EmbeddedEngine
 from paceline.errors import EngineError, WeightError
 from paceline.weights.base import WeightPlan
+from paceline.weights.tensors import named_tensors
 
 Serve = Callable[..., Any]
 
@@ -246,6 +247,8 @@ def test_weights_for_another_engine_are_refused(serve: Serve) -> None:
     plans = {
         "shared": [
             WeightPlan("other", 1, "shared"),
+            WeightPlan("policy", 1, "shared"),
+            WeightPlan("policy", 1, "shared", named_tensors(tiny_model())),
             copy_plan(tiny_model(), 1),
         ],
         "copy": [
@@ -332,7 +335,7 @@ def test_a_shared_module_can_be_trained_between_waves(serve: Serve) -> None:
             model(torch.tensor([PROMPTS[1]])).logits.square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            await engine.receive(WeightPlan("policy", version, "shared"))
+            await engine.receive(WeightPlan("policy", version, "shared", named_tensors(model)))
 
     serve(use, model)
 

@@ -13,6 +13,7 @@ from paceline.engines.base import Completion, EmbeddedEngineConfig, Request, Sam
 from paceline.engines.embedded import EmbeddedEngine
 from paceline.errors import EngineError
 from paceline.weights.base import WeightPlan
+from paceline.weights.tensors import named_tensors
 
 Serve = Callable[..., Any]
 
@@ -110,7 +111,7 @@ def test_pause_finish_lets_running_ones_end_and_admits_none(serve: Serve, step_g
         assert [t.done() for t in tasks] == [True, True, False]
         assert (engine.num_running, engine.num_waiting) == (0, 1)
         late = asyncio.create_task(engine.generate(request(3)))
-        await engine.receive(WeightPlan("policy", 1, "shared"))
+        await engine.receive(WeightPlan("policy", 1, "shared", named_tensors(model)))
         await engine.resume()
         await engine.resume()
         found = [await t for t in (*tasks, late)]

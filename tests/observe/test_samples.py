@@ -58,7 +58,7 @@ def test_a_sample_comes_back_as_it_was(tmp_path: Path) -> None:
     assert record.tokens == [5, 6, 7, 2]
     assert record.mask_runs == [2, 2]
     assert record.mask == [False, False, True, True]
-    assert record.logprobs == [-0.123457, -2.0]
+    assert record.logprobs == [-0.123456791, -2.0]
     assert record.dropped is None
     assert record.extra == {}
 

@@ -59,7 +59,7 @@ def write(folder: Path, step: int, texts: list[str]) -> None:
 def shown(folder: Path, step: int | None = None, **changes: int) -> str:
     out = StringIO()
     console = Console(file=out, width=120, color_system=None)
-    show_samples(console, folder, step, **changes)
+    show_samples(console, folder / "samples", step, **changes)
     return out.getvalue()
 
 

@@ -32,6 +32,18 @@ def test_a_receiver_of_another_type_gets_rounded_values():
         assert torch.equal(tensor, named_tensors(source)[name].to(torch.bfloat16))
 
 
+def test_tied_weights_come_under_either_name_or_both():
+    new = tiny_model(seed=1)
+    either = dict(new.named_parameters())
+    assert "lm_head.weight" not in either
+    other = {("lm_head.weight" if "embed" in name else name): t for name, t in either.items()}
+    for sent in (either, other, new.state_dict()):
+        target = tiny_model(seed=0)
+        receive_into(target, _plan(sent))
+        assert all(torch.equal(p, either[name]) for name, p in target.named_parameters())
+        assert target.lm_head.weight is target.model.embed_tokens.weight
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [
@@ -40,6 +52,10 @@ def test_a_receiver_of_another_type_gets_rounded_values():
         (
             lambda t: t.update({"model.norm.weight": torch.zeros(3)}),
             r"model\.norm\.weight has shape \(3,\) in the sender and \(32,\)",
+        ),
+        (
+            lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}),
+            "are one tied parameter",
         ),
     ],
 )
