@@ -21,11 +21,11 @@ from paceline.types import Config
 WIDTH = 96
 
 UNITS: tuple[tuple[str, str], ...] = (
-    (r"trainer\.lr", "change of a weight per optimizer step, at most about this much"),
-    (r"trainer\.lr_warmup_steps", "optimizer steps"),
+    (r"(trainer|critic)\.lr", "change of a weight per optimizer step, at most about this much"),
+    (r"(trainer|critic)\.lr_warmup_steps", "optimizer steps"),
     (r"trainer\.updates_per_step", "optimizer steps per pass"),
     (r"trainer\.epochs_per_step", "passes over a step's answers"),
-    (r"trainer\.max_grad_norm", "L2 norm of the gradient"),
+    (r"(trainer|critic)\.max_grad_norm", "L2 norm of the gradient"),
     (r".*\.temperature", "divisor of the logits"),
     (r".*\.top_p", "probability"),
     (r".*\.min_p", "share of the most likely token's probability"),
@@ -39,7 +39,7 @@ UNITS: tuple[tuple[str, str], ...] = (
     (r".*\.workers", "processes"),
     (r".*\.threads", "threads"),
     (r".*\.num_epochs", "passes over the prompts"),
-    (r".*\.(num_steps|every|debug_exit_after|max_in_flight)", "steps"),
+    (r".*\.(num_steps|warmup_steps|every|debug_exit_after|max_in_flight)", "steps"),
 )
 """Pattern of a key -> its unit; the first that matches counts."""
 
@@ -50,6 +50,7 @@ INTERACTIONS: dict[str, tuple[str, ...]] = {
         "trainer.activation_checkpointing",
         "trainer.logprob_chunk_tokens",
     ),
+    "critic.lr": ("critic.warmup_steps", "algorithm.value_clip"),
     "model.dtype": ("trainer.autocast",),
     "model.random_init": ("run.seed",),
     "engine.max_context": ("rollout.sampling.max_tokens", "data.max_prompt_tokens"),

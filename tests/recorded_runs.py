@@ -47,6 +47,12 @@ def score(completion, num_tokens):
 
 def fails_at_times(completion, answer):
     return None if "a" in completion else len(set(completion)) - answer
+
+async def twice(prompt, actors):
+    (actor,) = actors.values()
+    first = await actor(prompt)
+    second = await actor("0" + prompt.text)
+    return float(len(set(first.text + second.text)))
 """
 
 

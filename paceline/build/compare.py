@@ -50,10 +50,8 @@ class Difference:
 
     def __str__(self) -> str:
         note = f" ({self.note})" if self.note else ""
-        return (
-            f"{self.part} of {self.where}: recorded {_shown(self.recorded)}, "
-            f"replayed {_shown(self.replayed)}{note}"
-        )
+        what = self.where if self.part == "metric" else f"{self.part} of {self.where}"
+        return f"{what}: recorded {_shown(self.recorded)}, replayed {_shown(self.replayed)}{note}"
 
 
 def compare_text(answer: Rescored) -> Difference | None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from paceline.cli.options import Best, Debug, PolicyName, RunFolder, Step
+from paceline.cli.options import Best, Debug, Overrides, PolicyName, RunFolder, Step
 from paceline.errors import ConfigError, DataError, nearest_hint
 
 
@@ -56,6 +57,7 @@ def copy_folder(source: Path, out: Path) -> None:
 
 def inspect(
     run: RunFolder,
+    overrides: Overrides = None,
     step: Annotated[
         int | None, typer.Option(min=0, show_default=False, help="Default: the last one.")
     ] = None,
@@ -103,22 +105,24 @@ def inspect(
     """
     if not run.is_dir():
         raise ConfigError(f"there is no folder {run}: name the folder of a run, such as runs/demo")
-    if sample is not None and not numbers:
-        raise ConfigError("--sample goes with --numbers; to see all of a prompt, use --prompt")
+    if (sample is not None or overrides) and not numbers:
+        raise ConfigError("--sample and KEY=VALUE go with --numbers; see --prompt for all of one")
     if numbers:
         if eval_set is not None or prompt is not None:
             raise ConfigError("--numbers shows one sample of a training step: name it by --sample")
-        _show_numbers(run, step, sample)
+        _show_numbers(run, step, sample, overrides or ())
         return
     _show_samples(run, eval_set, step, prompt, best=best, worst=worst, first=first)
 
 
-def _show_numbers(run: Path, step: int | None, sample: str | None) -> None:
+def _show_numbers(
+    run: Path, step: int | None, sample: str | None, overrides: Sequence[str]
+) -> None:
     from paceline.build.numbers import sample_numbers
     from paceline.build.recorded import read_step
     from paceline.cli.numbers import choose_sample, describe_numbers
 
-    recorded = read_step(run, step)
+    recorded = read_step(run, step, overrides)
     index = choose_sample(recorded.records, sample)
     typer.echo("\n".join(describe_numbers(sample_numbers(recorded, index))))
 

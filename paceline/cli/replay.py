@@ -55,7 +55,8 @@ def replay(
     except (ConfigError, DataError):
         raise
     except PacelineError as error:
-        raise DataError(f"step {step or 'the last one'} can not be replayed: {error}") from error
+        which = "the last step" if step is None else f"step {step}"
+        raise DataError(f"{which} can not be replayed: {error}") from error
     if as_json:
         typer.echo(encode_json(result.to_json(), indent=2).decode(), nl=False)
     else:

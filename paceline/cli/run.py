@@ -16,6 +16,7 @@ from paceline.config import RunFile, load_block, load_run_file, load_settings, r
 from paceline.config.source import read_toml
 from paceline.engines.base import Sampling
 from paceline.errors import ConfigError
+from paceline.types import Message
 
 Resume = Annotated[
     bool | None,
@@ -177,6 +178,10 @@ def generate(
             "--prompt", "-p", show_default=False, help="May be repeated; default: lines of stdin."
         ),
     ] = None,
+    chat: Annotated[
+        bool,
+        typer.Option("--chat", help="Send each prompt as a user's message, by the chat template."),
+    ] = False,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 256,
     temperature: Annotated[
         float, typer.Option(min=0, help="0 takes the most likely token each time.")
@@ -193,7 +198,7 @@ def generate(
 
     [cyan]paceline generate runs/demo --prompt "12+30="[/cyan]
 
-    [cyan]paceline generate org/model -p "Hello" --temperature 0 --max-tokens 32[/cyan]
+    [cyan]paceline generate org/model --chat -p "Hello" --temperature 0 --max-tokens 32[/cyan]
     """
     from paceline.cli.targets import find_target
 
@@ -206,6 +211,7 @@ def generate(
     run_file = load_settings({"model.path": found.model}, purpose="generate")
     from paceline import build
 
-    answers = build.generate(run_file.located_model, run_file.engine, prompts, sampling, seed=seed)
+    asked = [[Message(role="user", content=text)] for text in prompts] if chat else prompts
+    answers = build.generate(run_file.located_model, run_file.engine, asked, sampling, seed=seed)
     for question, answer in zip(prompts, answers, strict=True):
         typer.echo(f"> {question}\n{answer}\n" if len(prompts) > 1 else answer)

@@ -239,3 +239,23 @@ def test_every_kind_of_run_comes_out_bit_for_bit(name: str, tmp_path: Path) -> N
         assert is_equal_in_every_bit(result)
         assert (result.compared["reward"] >= 12) == (name != "sft")
         assert result.compared["advantage"] or name == "shaped"
+
+
+@pytest.mark.slow
+def test_an_environment_is_not_played_again(tmp_path: Path) -> None:
+    run_dir = train_run(
+        tmp_path, "rollout.env=rewards.py:twice", "reward.kind=", "reward.pattern=",
+        "run.num_steps=2",
+    )  # fmt: skip
+    result = replay(run_dir, 2)
+    assert result.differences == []
+    assert is_equal_in_every_bit(result)
+    assert "rewards.py:twice" in result.notes[0]
+    assert result.compared["advantage"] == 24, "each episode has two rows"
+
+    def change(items: list[dict[str, Any]]) -> None:
+        items[3]["logprobs"][0] -= 0.1
+
+    rewrite_samples(run_dir, 2, change)
+    (difference,) = named(replay(run_dir, 2), "log-prob")
+    assert ", episode 1, row 1, token " in difference.where

@@ -39,6 +39,20 @@ def test_a_state_goes_through_json_unchanged() -> None:
     assert RunState.from_json(json.loads(encode_json(state.to_json()))) == state
 
 
+def test_a_critic_has_a_version_of_its_own_and_may_be_absent() -> None:
+    state = make_state(policies={"policy": PolicyProgress(3, 6, critic_version=8)})
+    document = json.loads(encode_json(state.to_json()))
+    assert RunState.from_json(document) == state
+    del document["policies"]["policy"]["critic_version"]
+    assert RunState.from_json(document).policies["policy"].critic_version is None
+
+
+def test_a_checkpoint_without_the_critic_that_the_run_has_is_refused() -> None:
+    now = FINGERPRINT | {"critic": {"path": "org/model"}}
+    with pytest.raises(ResumeMismatchError, match=r"critic: saved nothing, now \{'path'"):
+        check_compatible(make_state(), now)
+
+
 def test_equal_fingerprints_are_compatible_also_after_a_file() -> None:
     saved = RunState.from_json(json.loads(encode_json(make_state().to_json())))
     now = FINGERPRINT | {"algorithm": {"kind": "grpo", "clip": (0.2, 0.28)}}

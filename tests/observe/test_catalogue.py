@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.observe.catalogue import AREAS, CATALOGUE, describe, nearest, render_markdown
@@ -56,13 +57,14 @@ def test_the_command_writes_the_page(tmp_path: Path) -> None:
     assert (tmp_path / "m.md").read_text(encoding="utf-8") == render_markdown()
 
 
-def names_in(text: str) -> set[str]:
+def names_in(text: str, areas: Sequence[str]) -> set[str]:
     """Metric names that a file writes as literals; a placeholder `{...}` is filled in."""
     found = set(re.findall(r"\.(?:mean|mean_of|sum|max|min|add)\(\s*f?\"([^\"]+/[^\"]+)\"", text))
     found |= {f"train/{name}" for name in re.findall(r"(?:means\[|\.part\()\"(\w+)\"", text)}
     filled = {
-        name.replace("{area}", "eval/x")
+        name.replace("{area}", area)
         for name in found
+        for area in areas
         if not {"{area}", "{name}"} <= set(re.findall(r"\{\w+\}", name))
     }
     return {re.sub(r"\{[^}]*\}", "x", name) for name in filled}
@@ -72,7 +74,8 @@ def test_names_in_the_code_are_described() -> None:
     found = {}
     for path in sorted((ROOT / "paceline").rglob("*.py")):
         if path.name != "testing.py" and path.name != "metrics.py":
-            found |= dict.fromkeys(names_in(path.read_text(encoding="utf-8")), path.name)
+            areas = ("eval/x",) if "evals" in path.parts else ("train", "critic")
+            found |= dict.fromkeys(names_in(path.read_text(encoding="utf-8"), areas), path.name)
     for name, file in found.items():
         assert describe(name) is not None, f"{file} writes {name}: add it to CATALOGUE"
     assert len(found) > 20

@@ -13,6 +13,8 @@ from paceline.errors import PacelineError
 from paceline.observe.jsonl import read_rows
 from paceline.observe.metrics import Metrics
 from paceline.observe.recorder import Recorder, peak_memory_mib
+from paceline.observe.samples import SampleWriter, find_samples, read_samples
+from paceline.types import Episode, Group, Prompt, Sample, Status
 
 
 class Clock:
@@ -318,3 +320,34 @@ def test_closing_closes_every_sink(tmp_path: Path) -> None:
     tracker, progress = Shown(), Shown()
     make(tmp_path, trackers=[tracker], progress=progress).close()
     assert tracker.calls == progress.calls == [("close",)]
+
+
+def answers(text: str) -> list[Group]:
+    sample = Sample(
+        "policy", "p", 0, [3, 4], [False, True], [0.0, -0.5], [-1, 2], Status.COMPLETED,
+        reward=1.0, text=text,
+    )  # fmt: skip
+    return [Group(Prompt("p", text="1+1="), [Episode("p", 0, [sample])])]
+
+
+def test_answers_of_evals_are_kept_where_samples_are(tmp_path: Path) -> None:
+    recorder = make(tmp_path, samples=SampleWriter(tmp_path / "samples", files=FastFiles()))
+    recorder.start({})
+    recorder.eval_samples(0, "held", answers("before"))
+    recorder.eval_samples(4, "held", answers("after"))
+    recorder.eval_samples(4, "skipped", [])
+    folder = tmp_path / "samples"
+    assert [path.name for path in folder.iterdir()] == ["eval-held"]
+    step, path = find_samples(folder / "eval-held")
+    assert (step, read_samples(path)[0].text) == (4, "after")
+    recorder.start({"policy": 2})
+    assert find_samples(folder / "eval-held")[0] == 0
+    recorder.start({})
+    assert not list((folder / "eval-held").iterdir())
+
+
+def test_without_samples_no_answers_are_kept(tmp_path: Path) -> None:
+    recorder = make(tmp_path)
+    recorder.start({})
+    recorder.eval_samples(0, "held", answers("before"))
+    assert not (tmp_path / "samples").exists()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import struct
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,15 @@ from crashing import Crash, CrashingFiles, FastFiles
 
 from paceline.errors import DataError, PacelineError
 from paceline.observe.files import Files
-from paceline.observe.samples import SampleWriter, compress, find_samples, read_samples
+from paceline.observe.samples import (
+    SampleWriter,
+    as_float32,
+    compress,
+    eval_folder,
+    eval_names,
+    find_samples,
+    read_samples,
+)
 from paceline.types import Episode, Group, Prompt, Sample, Status
 
 
@@ -60,7 +69,46 @@ def test_a_sample_comes_back_as_it_was(tmp_path: Path) -> None:
     assert record.mask == [False, False, True, True]
     assert record.logprobs == [-0.123456791, -2.0]
     assert record.dropped is None
+    assert record.temperature == 1.0
+    assert record.token_versions == [4, 5]
     assert record.extra == {}
+
+
+def test_logprobs_are_exact_as_float32() -> None:
+    tiny, odd = 1.401298464324817e-45, struct.unpack("f", struct.pack("f", -0.1 / 3))[0]
+    given = [-odd, odd * 1e-7, tiny, 0.0, -1e30, float("-inf"), -1.0000001192092896]
+    exact = [struct.unpack("f", struct.pack("f", value))[0] for value in given]
+    found = as_float32(given)
+    assert [struct.unpack("f", struct.pack("f", value))[0] for value in found] == exact
+    assert as_float32([0.1 + 0.2]) == [0.300000012]
+
+
+def test_versions_of_tokens_come_back_in_their_runs(tmp_path: Path) -> None:
+    mask = [False, True, True, False, True, True]
+    mixed = make_sample(
+        tokens=[1] * 6, mask=mask, logprobs=[0.0] * 6, versions=[-1, 3, 3, -1, 4, 3]
+    )
+    (record,) = read_samples(writer(tmp_path).write(1, [make_group(mixed)]))
+    assert record.version_runs == [[3, 2], [4, 1], [3, 1]]
+    assert record.token_versions == [3, 3, 4, 3]
+    same = make_sample(versions=[-1, -1, 6, 6])
+    (record,) = read_samples(writer(tmp_path).write(1, [make_group(same)]))
+    assert record.version_runs is None
+    assert record.token_versions == [6, 6]
+
+
+def test_answers_to_eval_sets_lie_beside_the_samples_of_training(tmp_path: Path) -> None:
+    training = writer(tmp_path)
+    training.write(2, [make_group(make_sample())])
+    for step in (0, 2, 4):
+        training.of_eval("held.out").write(step, [make_group(make_sample(text=f"at {step}"))])
+    folder = tmp_path / "samples"
+    assert eval_names(folder) == ["held.out"]
+    step, path = find_samples(eval_folder(folder, "held.out"))
+    assert (step, read_samples(path)[0].text) == (4, "at 4")
+    assert find_samples(folder)[0] == 2
+    training.start(2)
+    assert find_samples(eval_folder(folder, "held.out"))[0] == 2
 
 
 def test_masks_with_several_runs_come_back(tmp_path: Path) -> None:
@@ -84,6 +132,7 @@ def test_failed_samples_and_messages_are_kept_too(tmp_path: Path) -> None:
     failed = make_sample(
         tokens=[5], mask=[False], logprobs=[0.0], versions=[-1],
         status=Status.FAILED, reward=None, cause="timeout", text="x\ud800",
+        detail="no result after 10 s",
     )  # fmt: skip
     prompt = Prompt(
         "p1",
@@ -92,6 +141,7 @@ def test_failed_samples_and_messages_are_kept_too(tmp_path: Path) -> None:
     path = writer(tmp_path).write(1, [make_group(failed, prompt=prompt)], [[0.0]])
     (record,) = read_samples(path)
     assert (record.status, record.cause, record.reward) == ("failed", "timeout", None)
+    assert record.detail == "no result after 10 s"
     assert (record.versions, record.advantage, record.num_tokens) == ([], None, 0)
     assert record.text == "x\ud800"
     assert record.prompt == "system: be brief\nuser: 1+1"

@@ -94,3 +94,17 @@ def test_a_missing_step_is_said_in_words(tmp_path: Path) -> None:
     assert "step 8: 1 samples" in shown(tmp_path)
     with pytest.raises(DataError, match=r"no samples of step 7 .*nearest step is 8"):
         shown(tmp_path, 7)
+
+
+def test_a_failure_is_shown_with_its_detail(tmp_path: Path) -> None:
+    failed = Sample(
+        "policy", "add-1", 0, [3, 4], [False, True], [0.0, -0.5], [-1, 2], Status.UNSCORED,
+        text="?", cause="reward/ValueError", detail="no number [x]\x1b" + "y" * 5000,
+    )  # fmt: skip
+    group = Group(Prompt("add-1", text="1+1="), [Episode("add-1", 0, [failed])])
+    SampleWriter(tmp_path / "samples", files=FastFiles()).write(1, [group])
+    text = shown(tmp_path, first=1)
+    assert "reward/ValueError" in text
+    assert "no number" in text
+    assert "[x]␛y" in text
+    assert 150 < text.count("y") < 300

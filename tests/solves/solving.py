@@ -11,7 +11,6 @@ What is measured is what is trained: the mean reward of answers sampled at tempe
 from __future__ import annotations
 
 import json
-import random
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,11 +94,11 @@ def make_start(folder: Path, seed: int) -> Path:
     rows = [{"prompt": f"{a}{b}=", "answer": f"{max(a, b)}" * 2} for a, b in PAIRS]
     _write_rows(folder / "task.jsonl", rows)
     _write_rows(folder / "right.jsonl", [row | {"completion": row["answer"]} for row in rows])
-    rng = random.Random(seed)
-    taught = [rng.choice(PAIRS) for _ in range(WARM_UP_STEPS * WARM_UP_ROWS)]
     pupil = [
-        {"prompt": f"{p[0]}{p[1]}=", "completion": f"{rng.choice(p)}{rng.choice(p)}"}
-        for p in taught
+        {"prompt": f"{a}{b}=", "completion": f"{first}{second}"}
+        for a, b in PAIRS
+        for first in sorted({a, b})
+        for second in sorted({a, b})
     ]
     result = paceline.sft(
         folder / "fresh",
