@@ -150,6 +150,7 @@ def _take_results(run: Run, step: int, results: list[EvalResult]) -> None:
     """Log one step's results; they may come in while a later step is under way."""
     values: dict[str, float] = {}
     for result in results:
+        run.recorder.eval_samples(result.step, result.name, result.groups)
         metrics = result.metrics()
         metrics.max(f"eval/{result.name}/step", result.step)
         run.recorder.log(run.policy.name, metrics)
