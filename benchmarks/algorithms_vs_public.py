@@ -11,7 +11,7 @@ Set up once, in a folder outside the repository (CPU only; ray is imported by ve
     python -m venv public
     public/bin/pip install . trl==1.16.0 datasets accelerate
     public/bin/pip install --no-deps verl==0.9.1
-    public/bin/pip install ray omegaconf hydra-core "tensordict<=0.10.0" orjson
+    public/bin/pip install ray omegaconf codetiming peft pandas psutil "tensordict<=0.10.0" orjson
 
     PYTHONPATH=. OMP_NUM_THREADS=1 public/bin/python benchmarks/algorithms_vs_public.py
 """

@@ -2,7 +2,7 @@
 
 The task is two-digit addition with the units of the answer first, as one works it out on paper:
 ``47+38=`` is answered by ``58`` and the end of the sequence. The supervised warm-up imitates a
-careless pupil who forgets four carries out of five; GRPO then only sees whether a whole answer is
+pupil who forgets to carry in six sums out of seven; GRPO then only sees whether a whole answer is
 right. Read from top to bottom: tokenizer, model, data, warm-up, rollouts, loss, training.
 """
 
@@ -20,7 +20,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-FORGET_CARRY = 0.8  # how often the careless pupil of the warm-up forgets a carry
+CARELESS = 0.85  # share of the sums in which the pupil of the warm-up forgets to carry
 
 
 class Problem(NamedTuple):
@@ -91,8 +91,8 @@ def make_model(seed: int) -> LlamaForCausalLM:
         intermediate_size=256,
         num_hidden_layers=2,
         num_attention_heads=4,
-        # About 1/sqrt(hidden_size): from the default of 0.02 so narrow a model learns late.
-        initializer_range=0.08,
+        # From the default of 0.02 so narrow a model learns late.
+        initializer_range=0.05,
         pad_token_id=make_tokenizer().pad_token_id,
         eos_token_id=make_tokenizer().eos_token_id,
         bos_token_id=None,
@@ -116,12 +116,13 @@ def make_prompts(seed: int, num_held_out: int = 512) -> tuple[list[Problem], lis
 
 
 def careless_answer(prompt: str, rng: random.Random) -> str:
-    """Add digit by digit, forgetting each carry with probability FORGET_CARRY."""
+    """Add digit by digit, in a share CARELESS of the sums without carrying."""
+    carries = int(rng.random() >= CARELESS)
     digits, carry = "", 0
     for x, y in ((prompt[1], prompt[4]), (prompt[0], prompt[3])):
         carry, digit = divmod(int(x) + int(y) + carry, 10)
         digits += str(digit)
-        carry = carry and int(rng.random() >= FORGET_CARRY)
+        carry *= carries
     return digits + "1" * carry
 
 
@@ -290,8 +291,7 @@ def main() -> None:
         if step % 10 == 0:
             reward = record.rollouts.rewards.mean().item()
             print(f"step {step}: reward {reward:.3f}, loss {record.loss:+.4f}", flush=True)
-    after = evaluate(model, held_out)
-    print(f"held-out accuracy: {before:.3f} before, {after:.3f} after", end=", ")
+    print(f"accuracy: {before:.3f} before, {evaluate(model, held_out):.3f} after", end=", ")
     print(f"{time.perf_counter() - start:.0f} s in all")
 
 

@@ -1,8 +1,8 @@
 """A small model learns to carry, on a laptop's CPU: warm-up, GRPO, before and after.
 
 The task is two-digit addition with the units of the answer first, as one works it out on paper:
-`47+38=` is answered by `58`. The warm-up imitates a careless pupil who forgets four carries out of
-five; after that GRPO sees nothing but whether a whole answer is right. The prompts of the eval are
+`47+38=` is answered by `58`. The warm-up imitates a careless pupil who mostly forgets to carry;
+after that GRPO sees nothing but whether a whole answer is right. The prompts of the eval are
 never trained on, in neither order of their numbers.
 
     python examples/quickstart.py [--seed N] [--folder runs/quickstart]
@@ -19,12 +19,13 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+from transformers.utils.logging import disable_progress_bar
 
 import paceline
 from paceline.build import RunResult
 from paceline.types import Prompt
 
-FORGET_CARRY = 0.8
+CARELESS = 0.85  # share of the sums that the pupil adds without carrying
 WARM_UP_STEPS, WARM_UP_ROWS = 400, 128
 
 
@@ -46,7 +47,7 @@ def make_model(folder: Path, seed: int) -> None:
         num_attention_heads=4,
         max_position_embeddings=64,
         # About 1/sqrt(hidden_size): from the default of 0.02 so narrow a model learns late.
-        initializer_range=0.08,
+        initializer_range=0.05,
         pad_token_id=0,
         eos_token_id=1,
         bos_token_id=None,
@@ -70,18 +71,18 @@ def make_prompts(seed: int) -> tuple[list[Prompt], list[Prompt]]:
 
 
 def careless_rows(prompts: list[Prompt], seed: int) -> list[Prompt]:
-    """Work of a pupil who adds digit by digit and forgets each carry with some probability."""
+    """Work of a pupil who adds digit by digit, and who carries in few of the sums."""
     rng = random.Random(seed)
     rows = []
     for i in range(WARM_UP_STEPS * WARM_UP_ROWS):
         text = rng.choice(prompts).text or ""
+        carries = int(rng.random() >= CARELESS)
         digits, carry = "", 0
         for x, y in ((text[1], text[4]), (text[0], text[3])):
             carry, digit = divmod(int(x) + int(y) + carry, 10)
             digits += str(digit)
-            carry = carry and int(rng.random() >= FORGET_CARRY)
-        completion = digits + "1" * carry
-        rows.append(Prompt(f"row-{i}", text=text, metadata={"completion": completion}))
+            carry *= carries
+        rows.append(Prompt(f"row-{i}", text=text, metadata={"completion": digits + "1" * carry}))
     return rows
 
 
@@ -108,6 +109,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=80, help="GRPO steps")
     options = parser.parse_args()
     start_s = time.monotonic()
+    disable_progress_bar()
     folder, seed = options.folder / f"seed-{options.seed}", options.seed
     make_model(folder / "start", seed)
     train, held_out = make_prompts(seed)

@@ -39,7 +39,7 @@ NUM_ROLLOUTS = 5
 SETTINGS: dict[str, Any] = {
     "prompts_per_step": 8,
     "temperature": 0.9,
-    "lr": 1e-3,
+    "lr": 1e-4,
     "warmup_steps": 3,
     "max_grad_norm": 0.5,
 }

@@ -40,7 +40,8 @@ def test_a_state_goes_through_json_unchanged() -> None:
 
 
 def test_a_critic_has_a_version_of_its_own_and_may_be_absent() -> None:
-    state = make_state(policies={"policy": PolicyProgress(3, 6, critic_version=8)})
+    progress = PolicyProgress(3, 6, critic_version=8)
+    state = make_state(policies={"policy": progress}, fingerprint={"seed": 0})
     document = json.loads(encode_json(state.to_json()))
     assert RunState.from_json(document) == state
     del document["policies"]["policy"]["critic_version"]
