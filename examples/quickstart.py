@@ -106,7 +106,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=Path("runs/quickstart"))
-    parser.add_argument("--steps", type=int, default=80, help="GRPO steps")
+    parser.add_argument("--steps", type=int, default=120, help="GRPO steps")
     options = parser.parse_args()
     start_s = time.monotonic()
     disable_progress_bar()

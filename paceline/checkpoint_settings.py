@@ -16,8 +16,8 @@ class CheckpointConfig(Config):
     """`[checkpoint]`: when a run is saved and which checkpoints stay."""
 
     every: Annotated[int, Field(ge=1)] | Literal["never"] = 10
-    """Save after each so many steps, at each epoch's end and after the last step. `never`: not
-    even after the last; `save_request_file` still works. What is lost when a run is killed is the
+    """Save after each so many steps, after the last one and, with `run.num_epochs`, at each epoch's
+    end. `never`: not even after the last; `save_request_file` still works. What is lost when a run is killed is the
     work since the last save."""
     keep_last: Annotated[int, Field(ge=1)] = 2
     """How many of the newest checkpoints stay on disk. Two, so that a damaged one has a

@@ -32,8 +32,8 @@ class EvalSet(Config):
     """Where its prompts come from; the keys of one `[[data.sources]]` block. Template, system
     message and length limit are those of `[data]`."""
     sampling: Sampling | None = None
-    """How answers are drawn; default: as in training. Any setting is allowed, also temperature 0
-    and `top_p` below 1."""
+    """How answers are drawn; keys that are left out are as in `rollout.sampling`. Any setting is
+    allowed, also temperature 0 and `top_p` below 1."""
     samples_per_prompt: Annotated[int, Field(ge=1)] = 1
     """Answers to each prompt."""
     pass_at: Annotated[tuple[int, ...], Field(strict=False)] = ()
@@ -77,7 +77,8 @@ class EvalsConfig(Config):
     """
 
     every: Annotated[int, Field(ge=1)] | None = None
-    """Measure after every k-th step, at the end of each epoch and after the last step; absent:
+    """Measure after every k-th step, after the last one and, with `run.num_epochs`, at the end of
+    each epoch; absent:
     only when asked for by `paceline eval`."""
     before_training: bool = True
     """Measure also before the first step of a run or of a resumed part. Needs `every`."""

@@ -165,8 +165,8 @@ def outcome(run_dir: Path) -> dict[str, object]:
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     kept = [{k: v for k, v in r.items() if not k.startswith(("time/", "perf/"))} for r in rows]
     samples = {
-        p.name: hashlib.sha256(p.read_bytes()).hexdigest()
-        for p in sorted((run_dir / "samples").iterdir())
+        str(file.relative_to(run_dir)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in sorted((run_dir / "samples").rglob("*.gz"))
     }
     leftovers = [p.name for p in (run_dir / "checkpoints").iterdir() if p.name.startswith(".tmp")]
     return {

@@ -397,3 +397,34 @@ def test_loading_imports_nothing_heavy(tmp_path: Path) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_an_eval_set_inherits_the_sampling_keys_it_leaves_out(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (tmp_path / "run.toml").write_text(
+        """
+        [run]
+        num_steps = 1
+        [model]
+        path = "org/model"
+        [data]
+        path = "p.jsonl"
+        [reward]
+        kind = "exact"
+        [rollout.sampling]
+        max_tokens = 7
+        stop = ["x"]
+        [evals]
+        every = 1
+        [[evals.sets]]
+        name = "greedy"
+        data = { path = "p.jsonl" }
+        sampling = { temperature = 0 }
+        """
+    )
+    run_file = load_run_file(tmp_path / "run.toml")
+    sampling = run_file.evals.sets[0].sampling
+    assert sampling is not None
+    assert (sampling.temperature, sampling.max_tokens, sampling.stop) == (0, 7, ("x",))
+    again = load_run_file(write_run_file(run_file, tmp_path / "resolved.toml"))
+    assert again.evals == run_file.evals

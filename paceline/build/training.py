@@ -185,6 +185,7 @@ def _cadence(run_file: RunFile, stream: PromptStream, *, has_evals: bool) -> Cad
         eval_every=every,
         eval_first=has_evals
         and (is_eval_only or (every is not None and run_file.evals.before_training)),
+        counts_epochs=run.num_epochs is not None,
         debug_exit_after=run.debug_exit_after,
     )
 

@@ -110,6 +110,7 @@ def _assemble(
         if isinstance(base, str):
             run["base"] = os.path.normpath(folder / os.path.expanduser(base))
     _set_default_kinds(tables)
+    _inherit_sampling(tables)
     wrong: tuple[KeyPath, ...] = ()
     try:
         run_file = RunFile.model_validate(tables)
@@ -138,6 +139,18 @@ def _set_default_kinds(tables: Table) -> None:
         )
         if isinstance(block, dict) and kind and len(config_classes(field.annotation)) > 1:
             block.setdefault("kind", kind)
+
+
+def _inherit_sampling(tables: Table) -> None:
+    """An eval set that names some keys of its sampling takes the others from training."""
+    rollout, evals = tables.get("rollout"), tables.get("evals")
+    trained = rollout.get("sampling") if isinstance(rollout, dict) else None
+    sets = evals.get("sets") if isinstance(evals, dict) else None
+    if not isinstance(trained, dict) or not isinstance(sets, list):
+        return
+    for one in sets:
+        if isinstance(one, dict) and isinstance(one.get("sampling"), dict):
+            one["sampling"] = {**trained, **one["sampling"]}
 
 
 def render_run_file(run_file: RunFile, *, folder: Path | None = None) -> str:

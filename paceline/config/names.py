@@ -69,7 +69,12 @@ SYNONYMS: Mapping[str, str] = {
 
 
 def nearest(word: str, names: Sequence[str], count: int = 1) -> list[str]:
-    """Names that look like `word`, best first; case and dashes do not count."""
+    """Names that look like `word`, best first; case and dashes do not count.
+
+    One with the same letters goes first: `gpro` is `grpo` mistyped, not `gspo`.
+    """
     plain = {name.lower().replace("-", "_"): name for name in names}
     asked = word.lower().replace("-", "_")
-    return [plain[name] for name in difflib.get_close_matches(asked, plain, count, cutoff=0.7)]
+    near = difflib.get_close_matches(asked, plain, max(1, len(plain)), cutoff=0.7)
+    near.sort(key=lambda name: sorted(name) != sorted(asked))
+    return [plain[name] for name in near[:count]]

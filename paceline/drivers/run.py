@@ -26,6 +26,8 @@ class Cadence:
     eval_every: int | None
     eval_first: bool
     """Measure before the first step."""
+    counts_epochs: bool = False
+    """The run's length is given in epochs, so that each epoch's end saves and evaluates too."""
     debug_exit_after: int | None = None
     """Leave after so many steps of this process, with nothing forced."""
 

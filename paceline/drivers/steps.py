@@ -40,7 +40,7 @@ async def collect(run: Run, step: int) -> RolloutBatch:
     epoch = run.stream.epoch
     with run.recorder.phase("collect"):
         batch = await run.collect(step)
-    run.epoch_ended = run.stream.epoch > epoch
+    run.epoch_ended = run.cadence.counts_epochs and run.stream.epoch > epoch
     run.recorder.log(run.policy.name, batch.metrics)
     return batch
 

@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -10,7 +11,9 @@ from batches import group_of, make_group, make_sample
 from paceline.algorithms.advantages import (
     centred,
     has_zero_variance,
+    leave_one_out,
     standardised,
+    whitened,
 )
 from paceline.algorithms.base import Credit
 from paceline.algorithms.group_credit import credit_episodes
@@ -170,13 +173,40 @@ def test_only_samples_of_the_policy_are_credited() -> None:
 
 
 def test_another_baseline_is_one_function() -> None:
-    def leave_one_out(rewards: list[float]) -> list[float]:
-        n = len(rewards)
-        return [r - (sum(rewards) - r) / (n - 1) for r in rewards]
+    group: Group = group_of([1.0, 2.0, 6.0])
+    credit = credit_episodes([group], "policy", lambda rewards: [r - max(rewards) for r in rewards])
+    assert episode_advantages(credit) == [-5.0, -4.0, 0.0]
 
-    group: Group = group_of([1.0] * 3 + [0.0] * 5)
-    credit = credit_episodes([group], "policy", leave_one_out)
-    assert episode_advantages(credit) == pytest.approx([0.71429] * 3 + [-0.42857] * 5, abs=5e-6)
+
+def test_case_28_one_episode_is_compared_with_nothing_whatever_the_comparison() -> None:
+    credit = credit_episodes([group_of([5.0])], "policy", lambda rewards: [9.0] * len(rewards))
+    assert episode_advantages(credit) == [0.0]
+
+
+def test_penalties_are_taken_off_an_episode_once_over_all_its_rows() -> None:
+    cut = [make_sample(1.0, [False, True]), make_sample(1.0, [False, True], row=1)]
+    group = make_group([cut, [make_sample(1.0, [False, True], episode=1)]])
+    penalties = [[9.0, 0.25], [9.0, 0.5], [9.0, 0.25]]
+    credit = credit_episodes([group], "policy", centred, penalties)
+    assert episode_advantages(credit) == [-0.25, -0.25, 0.25]
+
+
+def test_case_38_whitening_of_one_value_and_of_none() -> None:
+    assert whitened([3.0]) == [0.0]
+    assert whitened([]) == []
+    found = whitened([1.0, 2.0, 3.0, 6.0])
+    assert np.mean(found) == pytest.approx(0, abs=1e-12)
+    assert np.std(found, ddof=1) == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize("compare", [centred, standardised, leave_one_out, whitened])
+def test_case_31_nan_is_not_hidden_by_an_advantage_of_zero(
+    compare: Callable[[list[float]], list[float]],
+) -> None:
+    for place in range(3):
+        rewards = [1.0, 1.0, 1.0]
+        rewards[place] = math.nan
+        assert all(map(math.isnan, compare(rewards)))
 
 
 def test_size_of_the_advantages_is_a_metric_per_episode() -> None:

@@ -53,7 +53,9 @@ UP, DOWN = math.log(3.0), math.log(0.2)
 )
 def test_weights(settings: dict[str, Any], weights: list[float]) -> None:
     """Two tokens of one row with ratios 3 and 0.2, and one row with ratio 1."""
-    found, _ = correction_weights(inputs([UP, DOWN, 0.0], [0, 0, 1]), Correction(**settings))
+    given = inputs([UP, DOWN, 0.0], [0, 0, 1])
+    given.old_logprobs_N = given.old_logprobs_N.clone().requires_grad_()
+    found, _ = correction_weights(given, Correction(**settings))
     assert found.tolist() == pytest.approx(weights)
     assert not found.requires_grad
 

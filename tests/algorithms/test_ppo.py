@@ -60,6 +60,22 @@ def test_case_34_bootstrap_at_truncation(
     assert algorithm.needs_final_values == bootstrap
 
 
+def test_case_34_the_last_row_says_whether_an_episode_was_cut_off() -> None:
+    """Its value at the end counts, not that of a row before it, nor of one without tokens."""
+    cut = [
+        make_sample(0.0, [False, True]),
+        make_sample(0.0, [False, True], row=1, status=Status.TRUNCATED),
+        make_sample(0.0, [False, False], row=2),
+    ]
+    scores = Scores(values=[[0, 0.0], [0, 0.0], [0, 0]], final_values=[7.0, 0.5, 9.0])
+    algorithm = Ppo(bootstrap_truncated=True, **PLAIN)
+    credit = algorithm.credit([make_group([cut])], "policy", scores)
+    assert credit.advantages == [[0, 0.5], [0, 0.5], [0, 0]]
+    cut[0].status, cut[1].status = Status.TRUNCATED, Status.COMPLETED
+    credit = algorithm.credit([make_group([cut])], "policy", scores)
+    assert credit.advantages == [[0, 0.0], [0, 0.0], [0, 0]]
+
+
 def test_case_35_the_reward_is_that_of_the_last_trained_token() -> None:
     """[prompt, t0, t1, EOS, PAD, PAD]: the reward stands at the end token."""
     groups = answer(1.0, (False, True, True, True, False, False))

@@ -18,6 +18,8 @@ from paceline.data.packing import (
     plan_micro_batches,
     read_scores,
     split_updates,
+    take_values,
+    with_final_position,
 )
 from paceline.types import Group, Status
 
@@ -111,6 +113,34 @@ def test_scores_come_back_in_the_order_of_the_samples() -> None:
     ]
     assert scores.reference_logprobs is None
     assert scores.values is None
+
+
+def test_a_critic_is_asked_for_the_end_of_a_row() -> None:
+    (row,) = make_rows([group_of([1.0], mask=(False, True))], "policy")
+    asked = with_final_position(row)
+    assert asked.tokens_T.tolist() == [1, 2, 0]
+    assert asked.mask_T.tolist() == [False, True, True]
+    for column in ("weights_T", "advantages_T", "behaviour_logprobs_T"):
+        assert len(getattr(asked, column)) == 3
+        assert getattr(asked, column).dtype == getattr(row, column).dtype
+    assert (asked.temperature, asked.episode) == (row.temperature, row.episode)
+    take_values(row, np.array([0.0, 0.25, 0.75]))
+    assert row.values_T is not None
+    assert row.values_T.tolist() == [0, 0.25]
+    assert row.final_value == 0.75
+    take_values(row, np.array([0.0, 0.5]))
+    assert row.final_value is None
+    with pytest.raises(ValueError, match="4 values for a row of 2 tokens"):
+        take_values(row, np.zeros(4))
+
+
+def test_final_values_come_back_in_the_order_of_the_samples() -> None:
+    groups = rollout()
+    rows = make_rows(groups, "policy")
+    assert read_scores(groups, "policy", rows).final_values is None
+    for i, row in enumerate(rows):
+        row.final_value = 1.0 + i
+    assert read_scores(groups, "policy", rows).final_values == [1, 2, 0, 0, 3, 4]
 
 
 def test_case_12_a_rollout_without_trained_tokens_makes_batches_without_rows() -> None:

@@ -42,15 +42,18 @@ def test_one_step_in_order(tmp_path: Path) -> None:
 def test_saves_and_evals_by_schedule_and_on_the_last_step(tmp_path: Path) -> None:
     run, log = make_run(tmp_path, num_steps=5, save_every=2, eval_every=4)
     drive(run)
-    # 6 prompts, 2 a step: an epoch ends with step 3.
-    assert log.of("eval") == [
-        "eval 0 version 0",
-        "eval 3 version 3",
-        "eval 4 version 4",
-        "eval 5 version 5",
-    ]
-    assert log.count("save") == 4  # steps 2, 3, 4, 5
+    # An epoch ends with step 3, which matters only to a run that is as long as its epochs.
+    assert log.of("eval") == ["eval 0 version 0", "eval 4 version 4", "eval 5 version 5"]
+    assert log.count("save") == 3  # steps 2, 4, 5
     assert run.store.steps()[-1] == 5
+
+
+def test_each_epoch_saves_and_evaluates_if_the_run_counts_epochs(tmp_path: Path) -> None:
+    run, log = make_run(tmp_path, num_steps=6, num_epochs=2, save_every=50, eval_every=50)
+    drive(run)
+    # 6 prompts, 2 a step: epochs end with steps 3 and 6.
+    assert log.of("eval") == ["eval 0 version 0", "eval 3 version 3", "eval 6 version 6"]
+    assert run.store.steps() == [3, 6]
 
 
 def test_never_saves_and_no_evals(tmp_path: Path) -> None:
@@ -66,7 +69,7 @@ def test_one_row_a_step_with_its_eval(tmp_path: Path) -> None:
     found = rows(tmp_path)
     assert [row["step"] for row in found] == [0, 1, 2, 3, 4]
     assert [row["version"] for row in found] == [0, 1, 2, 3, 4]
-    assert [row.get("eval/held/reward") for row in found] == [0.0, None, 0.2, 0.3, 0.4]
+    assert [row.get("eval/held/reward") for row in found] == [0.0, None, 0.2, None, 0.4]
 
 
 def test_eval_only_trains_nothing(tmp_path: Path) -> None:
