@@ -17,8 +17,8 @@ class CheckpointConfig(Config):
 
     every: Annotated[int, Field(ge=1)] | Literal["never"] = 10
     """Save after each so many steps, after the last one and, with `run.num_epochs`, at each epoch's
-    end. `never`: not even after the last; `save_request_file` still works. What is lost when a run is killed is the
-    work since the last save."""
+    end. `never`: not even after the last; `save_request_file` still works. What is lost when a run
+    is killed is the work since the last save."""
     keep_last: Annotated[int, Field(ge=1)] = 2
     """How many of the newest checkpoints stay on disk. Two, so that a damaged one has a
     predecessor."""

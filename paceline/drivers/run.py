@@ -56,6 +56,8 @@ class Run:
     """The first step of this process."""
     saved_step: int | None = None
     evaluated_step: int | None = None
+    trained_tokens: int = 0
+    """Over all steps of this process."""
     epoch_ended: bool = False
     """An epoch of the data ended in the current step."""
     first_evals: dict[str, float] = field(default_factory=dict)

@@ -6,7 +6,7 @@ import logging
 
 from paceline.checkpoint import PolicyProgress, RunState
 from paceline.drivers.run import Run
-from paceline.errors import DataError
+from paceline.errors import DataError, RolloutError
 from paceline.evals import EvalResult
 from paceline.rollout.batch import RolloutBatch
 
@@ -57,6 +57,7 @@ async def learn(run: Run, step: int, batch: RolloutBatch) -> None:
     unused = [*batch.dropped, *((group, "surplus") for group in batch.discarded)]
     run.recorder.samples(step, run.policy.name, batch.groups, credit.advantages, unused)
     run.last_samples = [sample for group in batch.groups for sample in group.samples()]
+    run.trained_tokens += sum(sample.num_trained_tokens for sample in run.last_samples)
     batch.groups.clear()
 
 
@@ -100,6 +101,12 @@ async def end(run: Run) -> None:
     if run.is_eval_due(run.step) and run.evaluated_step != run.step:
         await _evaluate(run, run.step)
     run.recorder.event("end", step=run.step, version=run.policy.trainer.version)
+    if run.step >= run.first_step and run.trained_tokens == 0:
+        raise RolloutError(
+            f"steps {run.first_step} to {run.step} had no token to train on, so nothing was "
+            "learned: every answer was cut off and masked (see rollout.truncated), "
+            "or the environment never asked the policy"
+        )
 
 
 async def _save(run: Run, step: int) -> None:

@@ -11,7 +11,8 @@ from drivers.fake_run import Log, make_run, restore
 
 from paceline.drivers import sync
 from paceline.drivers.run import Run
-from paceline.errors import DataError, WeightError
+from paceline.errors import DataError, RolloutError, WeightError
+from paceline.rollout.batch import RolloutBatch
 
 
 def rows(folder: Path) -> list[dict[str, float]]:
@@ -166,6 +167,23 @@ def test_no_update_at_all_is_an_error(tmp_path: Path) -> None:
     run.stream.take(6)
     with pytest.raises(DataError, match="without a single update"):
         drive(run)
+
+
+def test_a_run_that_trained_no_token_is_no_success(tmp_path: Path) -> None:
+    run, log = make_run(tmp_path, num_steps=2)
+    collect = run.collect
+
+    async def masked(step: int) -> RolloutBatch:
+        batch = await collect(step)
+        for group in batch.groups:
+            for sample in group.samples():
+                sample.mask = [False] * len(sample.mask)
+        return batch
+
+    run.collect = masked
+    with pytest.raises(RolloutError, match="steps 1 to 2 had no token to train on"):
+        drive(run)
+    assert log.count("save") == 1  # what there is was saved first
 
 
 def test_resume_of_a_finished_run_does_nothing(tmp_path: Path) -> None:

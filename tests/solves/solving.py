@@ -12,6 +12,7 @@ down shows.
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from dataclasses import dataclass, field
@@ -23,7 +24,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import paceline
+from paceline.algorithms import ALGORITHMS
+from paceline.algorithms.base import Algorithm
 from paceline.build import RunResult
+from paceline.config import RunFile
 from paceline.models import export_model
 
 BANDS_FILE = Path(__file__).with_name("bands.json")
@@ -48,11 +52,24 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
     num_steps: int = 30
     watched: str | None = None
-    """A metric that must not fall below its floor, as a mean over the second half of the run."""
+    """A metric that must end below its ceiling, as a mean over the second half of the run."""
 
     @property
     def kind(self) -> str:
         return str(self.algorithm["kind"])
+
+    @property
+    def objective(self) -> Algorithm:
+        make: Any = ALGORITHMS[self.kind]
+        made: Algorithm = make(**self.algorithm)
+        return made
+
+    @property
+    def lacks(self) -> str | None:
+        """Why a run file can not ask for it yet."""
+        if self.objective.needs_teacher and "teacher" not in RunFile.model_fields:
+            return "a run file can not name a teacher yet"
+        return None
 
 
 CASES: dict[str, Case] = {
@@ -80,10 +97,13 @@ CASES: dict[str, Case] = {
     "gspo": Case({"kind": "gspo"}),
     "cispo": Case({"kind": "cispo"}),
     "ppo": Case(
-        {"kind": "ppo", "gae_lambda": 0.9},
-        {"critic.lr": 2e-3},
-        watched="critic/explained_variance",
+        {"kind": "ppo", "gae_lambda": 0.95},
+        {"critic.lr": 5e-3, "critic.warmup_steps": 10},
+        num_steps=40,
+        watched="critic/value_error",
     ),
+    "distill": Case({"kind": "distill"}, watched="train/kl_teacher"),
+    "distill_top_k": Case({"kind": "distill", "top_k": 4}, watched="train/kl_teacher"),
     "sft": Case({"kind": "sft"}),
 }
 
@@ -93,6 +113,7 @@ class Start:
     """What all runs of one seed begin with."""
 
     seed: int
+    folder: Path
     prompts: Path
     """`prompt` and `answer`, and the answer once more as `completion`."""
     model: Path
@@ -121,7 +142,7 @@ class Band:
     low: float
     high: float
     min_gain: float
-    watched_low: float | None = None
+    watched_high: float | None = None
 
     def problems(self, outcome: Outcome) -> list[str]:
         """What lies outside."""
@@ -132,9 +153,9 @@ class Band:
             found.append(f"gain {outcome.gain:.3f} is below {self.min_gain}")
         if outcome.seconds > LIMIT_S:
             found.append(f"{outcome.seconds:.0f} s of processor time, allowed {LIMIT_S:.0f}")
-        floor, watched = self.watched_low, outcome.watched
-        if floor is not None and (watched is None or not watched >= floor):
-            found.append(f"the watched metric is {watched}, its floor {floor}")
+        ceiling, watched = self.watched_high, outcome.watched
+        if ceiling is not None and (watched is None or not watched <= ceiling):
+            found.append(f"the watched metric is {watched}, allowed {ceiling}")
         return found
 
 
@@ -147,9 +168,9 @@ def read_bands() -> dict[str, Band]:
 def make_start(folder: Path, seed: int) -> Start:
     """Write the task into the folder, and teach a fresh model what the pupil does."""
     prompts = folder / "task.jsonl"
-    rows = [{"prompt": f"{a}{b}=", "answer": f"{max(a, b)}" * 2} for a, b in PAIRS]
-    lines = [json.dumps(row | {"completion": row["answer"]}) for row in rows]
-    prompts.write_text("\n".join(lines))
+    right = {f"{a}{b}=": f"{max(a, b)}" * 2 for a, b in PAIRS}
+    rows = [{"prompt": text, "answer": end, "completion": end} for text, end in right.items()]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     pupil = [
         {"prompt": f"{a}{b}=", "completion": f"{first}{second}"}
         for a, b in PAIRS
@@ -157,20 +178,15 @@ def make_start(folder: Path, seed: int) -> Start:
         for second in sorted({a, b})
     ]
     _write_model(folder / "fresh", seed)
-    settings = {
-        "run.seed": seed,
-        "run.dir": str(folder),
-        "rollout.prompts_per_step": 64,
-        "trainer.lr": 5e-3,
-        "trainer.lr_schedule": "linear",
-        "trainer.lr_warmup_steps": 5,
-        "checkpoint.every": 150,
-    }
-    result = paceline.sft(
-        folder / "fresh", pupil, num_steps=150, name="warm-up", settings=QUIET | settings
-    )
-    assert result.model_path is not None
-    return Start(seed, prompts, result.model_path)
+    model = _imitate(folder / "warm-up", folder / "fresh", pupil, seed)
+    return Start(seed, folder, prompts, model)
+
+
+@functools.cache
+def make_teacher(start: Start) -> Path:
+    """A model that knows the task, made once a start."""
+    rows = [json.loads(line) for line in start.prompts.open()]
+    return _imitate(start.folder / "teacher", start.model, rows, start.seed)
 
 
 def solve(case: Case, start: Start, run_dir: Path, **settings: Any) -> Outcome:
@@ -191,6 +207,8 @@ def solve(case: Case, start: Start, run_dir: Path, **settings: Any) -> Outcome:
             {"name": "task", "data": {"path": str(start.prompts)}, "samples_per_prompt": 8}
         ],
     }
+    if case.objective.needs_teacher:
+        own["teacher.model.path"] = str(make_teacher(start))
     began = time.process_time()
     result = paceline.train(
         start.model,
@@ -203,6 +221,25 @@ def solve(case: Case, start: Start, run_dir: Path, **settings: Any) -> Outcome:
     seconds = time.process_time() - began
     watched = None if case.watched is None else _late_mean(result, case.watched)
     return Outcome(result.first_evals[METRIC], result.evals[METRIC], seconds, watched)
+
+
+def _imitate(run_dir: Path, model: Path, rows: list[dict[str, str]], seed: int) -> Path:
+    """Supervised training on the rows; returns the folder of the model."""
+    num_steps = 150
+    settings = {
+        "run.seed": seed,
+        "run.dir": str(run_dir.parent),
+        "rollout.prompts_per_step": 64,
+        "trainer.lr": 5e-3,
+        "trainer.lr_schedule": "linear",
+        "trainer.lr_warmup_steps": 5,
+        "checkpoint.every": num_steps,
+    }
+    result = paceline.sft(
+        model, rows, num_steps=num_steps, name=run_dir.name, settings=QUIET | settings
+    )
+    assert result.model_path is not None
+    return result.model_path
 
 
 def _late_mean(result: RunResult, metric: str) -> float:

@@ -19,8 +19,10 @@ from paceline.algorithms import ALGORITHMS
 from paceline.algorithms.base import Credit
 
 NUM_SEEDS = int(os.environ.get("PACELINE_SOLVES_SEEDS", "1"))
-BROKEN = [name for name in CASES if name not in ("sft", "distill")] if NUM_SEEDS > 1 else ["grpo"]
+BROKEN = ["grpo"]
 """Cases of which it is shown that their bands notice faults."""
+if NUM_SEEDS > 1:
+    BROKEN = [name for name, case in CASES.items() if case.objective.needs_reward]
 
 Change = Callable[[list[list[float]]], list[list[float]]]
 
@@ -42,6 +44,8 @@ def start_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Start]
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
 @pytest.mark.parametrize("name", CASES)
 def test_it_solves(name: str, seed: int, start_of: Callable[[int], Start], tmp_path: Path) -> None:
+    if CASES[name].lacks is not None:
+        pytest.skip(CASES[name].lacks)
     outcome = solve(CASES[name], start_of(seed), tmp_path / name)
     assert read_bands()[name].problems(outcome) == [], outcome
 
@@ -96,23 +100,23 @@ def test_no_learning_leaves_the_band(
 
 def test_every_algorithm_has_a_case_and_every_case_a_band() -> None:
     assert {case.kind for case in CASES.values()} == set(ALGORITHMS)
-    assert list(read_bands()) == list(CASES), "run tests/solves/measure.py"
+    able = [name for name, case in CASES.items() if case.lacks is None]
+    assert list(read_bands()) == able, "run tests/solves/measure.py"
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_bands_ask_for_something(name: str) -> None:
-    band = read_bands()[name]
+@pytest.mark.parametrize(("name", "band"), read_bands().items())
+def test_bands_ask_for_something(name: str, band: Band) -> None:
     assert band.low >= 0.6
     assert band.high - band.low <= 0.25
     assert band.min_gain >= 0.3
 
 
 def test_a_band_names_what_lies_outside() -> None:
-    band = Band(0.8, 0.9, 0.4, watched_low=0.5)
-    assert band.problems(Outcome(0.3, 0.85, 5.0, 0.6)) == []
-    assert len(band.problems(Outcome(0.3, 0.95, 5.0, 0.6))) == 1
-    assert len(band.problems(Outcome(0.3, 0.75, 5.0, 0.6))) == 1
-    assert len(band.problems(Outcome(0.5, 0.85, 5.0, 0.6))) == 1
-    assert len(band.problems(Outcome(0.3, 0.85, 121.0, 0.6))) == 1
-    assert len(band.problems(Outcome(0.3, 0.85, 5.0, 0.4))) == 1
+    band = Band(0.8, 0.9, 0.4, watched_high=0.5)
+    assert band.problems(Outcome(0.3, 0.85, 5.0, 0.4)) == []
+    assert len(band.problems(Outcome(0.3, 0.95, 5.0, 0.4))) == 1
+    assert len(band.problems(Outcome(0.3, 0.75, 5.0, 0.4))) == 1
+    assert len(band.problems(Outcome(0.5, 0.85, 5.0, 0.4))) == 1
+    assert len(band.problems(Outcome(0.3, 0.85, 121.0, 0.4))) == 1
+    assert len(band.problems(Outcome(0.3, 0.85, 5.0, 0.6))) == 1
     assert len(band.problems(Outcome(0.3, float("nan"), 5.0, float("nan")))) == 2
