@@ -30,7 +30,8 @@ class EvalSet(Config):
     """Its name in metrics: `eval/<name>/reward`. Letters, digits, `_`, `.` and `-`."""
     data: SourceConfig
     """Where its prompts come from; the keys of one `[[data.sources]]` block. Template, system
-    message and length limit are those of `[data]`."""
+    message, length limit and `on_bad_row` are those of `[data]`; a prompt over the limit is a bad
+    row, so that a set never gets smaller unsaid."""
     sampling: Sampling | None = None
     """How answers are drawn; keys that are left out are as in `rollout.sampling`. Any setting is
     allowed, also temperature 0 and `top_p` below 1."""

@@ -55,10 +55,18 @@ def test_killed_at_some_events(tmp_path: Path, options: tuple[str, ...]) -> None
 
 @pytest.mark.slow
 @pytest.mark.timeout(1600)
-@ALGORITHMS
-def test_killed_at_every_event(tmp_path: Path, options: tuple[str, ...]) -> None:
-    first, lines = crash(tmp_path, "1", "9999", "1", *options)
+def test_killed_at_every_event(tmp_path: Path) -> None:
+    first, lines = crash(tmp_path, "1", "9999", "1")
     assert len(lines) == first["events"] > 100
+    check(lines, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1600)
+def test_killed_at_every_third_event_with_a_critic(tmp_path: Path) -> None:
+    """A save has the same operations as without one, only more of them."""
+    first, lines = crash(tmp_path, "1", "9999", "3", "--ppo")
+    assert len(lines) > first["events"] // 3 > 40
     check(lines, 1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.algorithms.base import Objective
 from paceline.config import RunFile, locate_model
 from paceline.data.loader import load_data, load_source
-from paceline.data.prompts import PromptSet, prompts_from_rows
+from paceline.data.prompts import Fit, PromptSet, prompts_from_rows
 from paceline.data.sources import DataConfig, FileSource
 from paceline.drivers.dispose import Disposer
 from paceline.engines.base import EmbeddedEngineConfig, Engine
@@ -31,6 +32,8 @@ from paceline.weights.base import Transport
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 Rows = Iterable[str | Mapping[str, Any] | Prompt]
 GIVEN_EVAL_SET = "eval"
@@ -53,6 +56,12 @@ class Text:
     tokenizer: PreTrainedTokenizerBase
     renderer: Renderer
     end_ids: frozenset[int]
+    context: int | None = None
+    """Most tokens of prompt plus answer that model and engine take; None: no limit is known."""
+
+    def fit(self, *, keeps_all: bool = False) -> Fit:
+        """Looks at the tokens of prompts while they are loaded; see `Fit`."""
+        return Fit(lambda prompt: len(self.renderer.encode(prompt)), self.context, keeps_all)
 
 
 def make_model(run_file: RunFile, path: Path | None = None) -> PreTrainedModel:
@@ -85,20 +94,29 @@ def make_text(run_file: RunFile, model: PreTrainedModel) -> Text:
     end_ids = eos_token_ids(model, tokenizer)
     options = run_file.rollout.chat_template_options
     renderer = Renderer(tokenizer, end_ids=end_ids, template_options=options)
-    return Text(tokenizer, renderer, end_ids)
+    sampling = run_file.rollout.sampling
+    if not (end_ids or sampling.stop or sampling.stop_token_ids):
+        logger.warning(
+            "neither the model nor the tokenizer has an end token: answers only end at "
+            "rollout.sampling.max_tokens; set rollout.sampling.stop or stop_token_ids"
+        )
+    return Text(tokenizer, renderer, end_ids, _context(run_file, model))
 
 
-def load_prompts(run_file: RunFile, given: Given, renderer: Renderer) -> tuple[PromptSet, ...]:
-    """The training prompts, filtered by their length with the template."""
+def _context(run_file: RunFile, model: PreTrainedModel) -> int | None:
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    known = [n for n in (run_file.engine.max_context, positions) if n is not None]
+    return min(known, default=None)
+
+
+def load_prompts(run_file: RunFile, given: Given, text: Text) -> tuple[PromptSet, ...]:
+    """The training prompts, looked at and filtered by their length with the template."""
     supervised = not run_file.algorithm.learns_from_rollouts
     rules = run_file.data or DataConfig()
-
-    def length(prompt: Prompt) -> int:
-        return len(renderer.encode(prompt))
-
+    fit = text.fit()
     if given.prompts is None:
-        return load_data(rules, base=run_file.base, length=length, supervised=supervised)
-    return (prompts_from_rows(given.prompts, length=length, rules=rules, supervised=supervised),)
+        return load_data(rules, base=run_file.base, fit=fit, supervised=supervised)
+    return (prompts_from_rows(given.prompts, fit=fit, rules=rules, supervised=supervised),)
 
 
 def make_trainer(
@@ -211,22 +229,25 @@ class LoadedEvalSet:
 async def load_eval_sets(
     run_file: RunFile,
     given: Given,
-    renderer: Renderer,
+    text: Text,
     disposer: Disposer,
     reward: Reward | None,
 ) -> list[LoadedEvalSet]:
     """All eval sets; those without a reward of their own share the run's."""
-    rules = (run_file.data or DataConfig()).model_copy(update={"max_prompt_tokens": None})
+    rules = run_file.data or DataConfig()
+    fit = text.fit(keeps_all=True)
     loaded = []
     for settings in run_file.evals.sets:
-        prompts = load_source(settings.data, base=run_file.base, rules=rules)
+        prompts = load_source(settings.data, base=run_file.base, rules=rules, fit=fit)
+        _tell_skipped(settings.name, prompts)
         own = reward
         if settings.reward is not None:
             own = await make_reward(run_file, given, disposer, settings)
         loaded.append(LoadedEvalSet(settings, prompts.prompts, own))
     if given.eval_prompts is not None:
         given_set = EvalSet(name=GIVEN_EVAL_SET, data=FileSource(path="(given in Python)"))
-        prompts = prompts_from_rows(given.eval_prompts, GIVEN_EVAL_SET, rules=rules)
+        prompts = prompts_from_rows(given.eval_prompts, GIVEN_EVAL_SET, rules=rules, fit=fit)
+        _tell_skipped(GIVEN_EVAL_SET, prompts)
         loaded.append(LoadedEvalSet(given_set, prompts.prompts, reward))
     if loaded and run_file.rollout.env == SINGLE_TURN:
         lacking = [one.settings.name for one in loaded if one.reward is None]
@@ -235,3 +256,9 @@ async def load_eval_sets(
                 f"eval set {lacking[0]!r} has no reward: set [reward], or evals.sets.reward"
             )
     return loaded
+
+
+def _tell_skipped(name: str, prompts: PromptSet) -> None:
+    if prompts.bad_rows:
+        listed = "; ".join(map(str, prompts.bad_rows[:10]))
+        logger.warning("eval set %s: %d bad rows skipped: %s", name, len(prompts.bad_rows), listed)

@@ -147,7 +147,7 @@ def _num_steps(run_file: RunFile, text: Text) -> int:
     schedules = {trainer.lr_schedule, run_file.critic_settings.lr_schedule or "constant"}
     if run.num_epochs is None or schedules == {"constant"}:
         return 1
-    num_prompts = sum(len(one.prompts) for one in load_prompts(run_file, Given(), text.renderer))
+    num_prompts = sum(len(one.prompts) for one in load_prompts(run_file, Given(), text))
     return steps_for_epochs(num_prompts, run.num_epochs, run_file.rollout.prompts_per_step)
 
 

@@ -108,7 +108,7 @@ def _obstacle(run_file: RunFile) -> str | None:
 def _prompts_by_id(run_file: RunFile, text: Text) -> dict[str, list[Prompt]]:
     """Sources may share ids."""
     prompts: dict[str, list[Prompt]] = {}
-    for one in load_prompts(run_file, Given(), text.renderer):
+    for one in load_prompts(run_file, Given(), text):
         for prompt in one.prompts:
             prompts.setdefault(prompt.id, []).append(prompt)
     return prompts

@@ -54,7 +54,7 @@ async def _evaluate(run_file: RunFile, weights: Path | None, given: Given) -> Ev
         own_reward = await make_reward(run_file, given, disposer)
         model = make_model(run_file, weights).to(resolve_device(run_file.trainer.device))
         text = make_text(run_file, model)
-        sets = await load_eval_sets(run_file, given, text.renderer, disposer, own_reward)
+        sets = await load_eval_sets(run_file, given, text, disposer, own_reward)
         if not sets:
             raise ConfigError("there is nothing to measure: add an [[evals.sets]] block")
         engine = make_engine(run_file, model, text, policy=POLICY, transport="shared")

@@ -83,7 +83,7 @@ async def open_run(run_file: RunFile, given: Given, disposer: Disposer) -> Run:
     text = make_text(run_file, model)
     critic_model = make_critic_model(run_file, text)
     stream = _make_stream(run_file, given, text)
-    eval_sets = await load_eval_sets(run_file, given, text.renderer, disposer, reward)
+    eval_sets = await load_eval_sets(run_file, given, text, disposer, reward)
     needed = fingerprint(run_file, model, critic_model, stream)
     if state is not None:
         check_compatible(state, needed, str(store.root / step_name(state.step)))
@@ -153,7 +153,7 @@ def _set_threads(run_file: RunFile, state: RunState | None) -> int:
 
 
 def _make_stream(run_file: RunFile, given: Given, text: Text) -> PromptStream:
-    sets = load_prompts(run_file, given, text.renderer)
+    sets = load_prompts(run_file, given, text)
     for one in sets:
         if one.bad_rows:
             listed = "; ".join(f"{row.where}: {row.reason}" for row in one.bad_rows[:10])

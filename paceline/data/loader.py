@@ -8,7 +8,7 @@ from pathlib import Path
 from paceline.data.files import read_file
 from paceline.data.gym import read_task
 from paceline.data.huggingface import read_dataset
-from paceline.data.prompts import Length, PromptSet, gather
+from paceline.data.prompts import Fit, PromptSet, gather
 from paceline.data.python import read_function
 from paceline.data.rows import RawRow
 from paceline.data.sources import (
@@ -24,7 +24,7 @@ from paceline.errors import ConfigError
 
 
 def load_data(
-    config: DataConfig, *, base: Path, length: Length | None = None, supervised: bool = False
+    config: DataConfig, *, base: Path, fit: Fit | None = None, supervised: bool = False
 ) -> tuple[PromptSet, ...]:
     """All sources of `[data]`, in order; parameters and errors as of `load_source`.
 
@@ -34,7 +34,7 @@ def load_data(
     if not config.all_sources:
         raise ConfigError("[data] names no prompts: set data.path or [[data.sources]]")
     return tuple(
-        load_source(source, base=base, length=length, rules=config, supervised=supervised)
+        load_source(source, base=base, fit=fit, rules=config, supervised=supervised)
         for source in config.all_sources
     )
 
@@ -43,7 +43,7 @@ def load_source(
     source: SourceConfig,
     *,
     base: Path,
-    length: Length | None = None,
+    fit: Fit | None = None,
     rules: DataConfig | None = None,
     supervised: bool = False,
 ) -> PromptSet:
@@ -52,7 +52,7 @@ def load_source(
     Args:
         source: its block of the run file.
         base: folder that relative paths start from.
-        length: number of tokens of a prompt, chat template included; None: nothing is filtered.
+        fit: looks at the tokens of each prompt; None: nothing is filtered.
         rules: template, system message, length limit and treatment of bad rows.
         supervised: rows must have a completion (`supervised_pair`). Without it, messages that end
             with the assistant's are bad rows.
@@ -69,7 +69,7 @@ def load_source(
         origin=source.path if isinstance(source, FileSource) else source.label,
         columns=source if isinstance(source, Table) else Table(),
         rules=rules or DataConfig(),
-        length=length,
+        fit=fit,
         supervised=supervised,
         weight=source.weight,
     )

@@ -12,11 +12,50 @@ from typing import Any
 from paceline.data.rows import BadRow, RawRow, RowReader, split_completion
 from paceline.data.sources import DataConfig, Table, parse_slice
 from paceline.data.values import RowError
-from paceline.errors import ConfigError, DataError
+from paceline.errors import DataError, PacelineError
 from paceline.types import Prompt
 
 Length = Callable[[Prompt], int]
 """Number of tokens of a prompt as the model will see it, chat template included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Looks at the tokens of each prompt when it is loaded, not when it is drawn.
+
+    Example: Fit(length, context=128) makes a prompt of 128 tokens a bad row.
+    """
+
+    length: Length
+    context: int | None = None
+    """Most tokens of prompt plus answer; None: no limit is known."""
+    keeps_all: bool = False
+    """A prompt of more than `max_prompt_tokens` is a bad row instead of being filtered."""
+
+    def accepts(self, prompt: Prompt, limit: int | None) -> bool:
+        """False if the prompt is to be filtered. Raises RowError if it can not be used."""
+        try:
+            length = self.length(prompt)
+        except PacelineError as error:
+            raise RowError(str(error)) from error
+        # Chat templates refuse conversations by exceptions of their own.
+        except Exception as error:
+            raise RowError(f"can not be tokenized: {type(error).__name__}: {error}") from error
+        if limit is not None and length > limit:
+            if self.keeps_all:
+                raise RowError(
+                    f"has {length} tokens, more than data.max_prompt_tokens = {limit}: an eval "
+                    "set is not filtered, so shorten the prompt or raise the limit"
+                )
+            return False
+        if self.context is not None and length >= self.context:
+            raise RowError(
+                f"has {length} tokens, and the context of {self.context} leaves no room for an "
+                "answer: shorten it, or raise engine.max_context as far as the model allows; "
+                "data.max_prompt_tokens leaves long training prompts out"
+            )
+        return True
+
 
 _LISTED = 10
 
@@ -47,7 +86,7 @@ def prompts_from_rows(
     rows: Iterable[str | Mapping[str, Any] | Prompt],
     name: str = "prompts",
     *,
-    length: Length | None = None,
+    fit: Fit | None = None,
     rules: DataConfig | None = None,
     columns: Table | None = None,
     supervised: bool = False,
@@ -65,7 +104,7 @@ def prompts_from_rows(
         origin=name,
         columns=columns or Table(),
         rules=rules or DataConfig(),
-        length=length,
+        fit=fit,
         supervised=supervised,
         weight=weight,
     )
@@ -78,14 +117,13 @@ def gather(
     origin: str,
     columns: Table,
     rules: DataConfig,
-    length: Length | None,
+    fit: Fit | None,
     supervised: bool,
     weight: float | None,
 ) -> PromptSet:
     """Read rows to the end and make a prompt set of them.
 
-    `length` is asked about each prompt if `rules.max_prompt_tokens` is set; without it nothing is
-    filtered. `supervised` wants rows with a completion (see `supervised_pair`) and lets messages
+    `fit` is asked about each prompt; without it nothing is filtered. `supervised` wants rows with a completion (see `supervised_pair`) and lets messages
     end with the assistant's.
 
     Raises:
@@ -103,7 +141,8 @@ def gather(
         try:
             prompt, content = _read(reader, row)
             _check_new(prompt.id, row.where, seen)
-            fits = _fits(prompt, length, rules.max_prompt_tokens, supervised)
+            context = split_completion(prompt)[0] if supervised else prompt
+            fits = fit is None or fit.accepts(context, rules.max_prompt_tokens)
         except RowError as error:
             bad.append(BadRow(row.where, str(error)))
             continue
@@ -164,19 +203,6 @@ def _check_new(prompt_id: str, where: str, seen: dict[str, str]) -> None:
             f"duplicate id {prompt_id!r}, first at {first} (a row without an id of its own repeats "
             "another one if all its columns are equal)"
         )
-
-
-def _fits(prompt: Prompt, length: Length | None, limit: int | None, supervised: bool) -> bool:
-    if length is None or limit is None:
-        return True
-    context = split_completion(prompt)[0] if supervised else prompt
-    try:
-        return length(context) <= limit
-    except ConfigError:
-        raise
-    # Chat templates refuse conversations by exceptions of their own.
-    except Exception as error:
-        raise RowError(f"can not be tokenized: {type(error).__name__}: {error}") from error
 
 
 def _bad_rows_message(origin: str, bad: list[BadRow], num_rows: int) -> str:

@@ -186,7 +186,9 @@ class DataConfig(Config):
     system: str | None = Field(None, min_length=1)
     """System message put before chat messages that do not bring their own."""
     max_prompt_tokens: int | None = Field(None, gt=0)
-    """Prompts with more tokens than this, chat template included, are left out and counted."""
+    """Training prompts with more tokens than this, chat template included, are left out and
+    counted; in an eval set they are bad rows. So is, with or without this limit, every prompt that
+    leaves no room for an answer in the context of the model and of `engine.max_context`."""
     on_bad_row: Literal["fail", "skip"] = "fail"
     """What to do about rows that can not be used: end with a list of them, or leave them out,
     counted and listed."""
