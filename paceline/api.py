@@ -28,7 +28,7 @@ from paceline.config import RunFile, load_block, load_settings
 from paceline.config.checks import GIVEN_EVAL_SET, Purpose
 from paceline.config.source import Table, merge, nested
 from paceline.engines.base import Sampling
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, RolloutError
 from paceline.rollout.settings import ScorerKind
 from paceline.types import Message, Prompt
 
@@ -101,12 +101,22 @@ def evaluate(
     settings: Mapping[str, Any] | None = None,
     **blocks: Any,
 ) -> EvalReport:
-    """Measure a model: the mean reward of its answers to the prompts, as `eval/eval/reward`."""
+    """Measure a model: the mean reward of its answers to the prompts, as `eval/eval/reward`.
+
+    Raises RolloutError if no answer at all could be scored; a set among several that has no
+    numbers is warned about, and named in `skipped`.
+    """
     given = _Given()
     own = _run_settings(model, "eval", None, None)
     own |= given.reward(reward) | given.evals(prompts, None)
     run_file = _load(own, settings, blocks, given, "eval")
-    return _outside_a_loop(lambda: build.evaluate(run_file, weights=None, **given.objects))
+    report = _outside_a_loop(lambda: build.evaluate(run_file, weights=None, **given.objects))
+    reasons = [f"eval set {name!r} has no numbers: {why}" for name, why in report.skipped.items()]
+    if reasons and len(reasons) == len(report.samples):
+        raise RolloutError("\n".join(reasons))
+    for reason in reasons:
+        logger.warning("%s", reason)
+    return report
 
 
 def generate(
@@ -129,7 +139,13 @@ def generate(
     run_file = _load(
         _run_settings(model, "generate", None, None), settings, blocks, _Given(), "generate"
     )
-    asked = [prompts] if isinstance(prompts, str) else list(prompts)
+    asked = [prompts] if isinstance(prompts, str) else _listed(prompts, "prompts")
+    for item in asked:
+        if not isinstance(item, str | list | tuple):
+            raise ConfigError(
+                f"prompts: found {type(item).__name__} in it, allowed: texts, or chats, each a "
+                "list of messages; of one chat write [[{'role': 'user', 'content': ...}]]"
+            )
     return _outside_a_loop(
         lambda: build.generate(run_file.located_model, run_file.engine, asked, checked, seed=seed)
     )
@@ -144,7 +160,7 @@ class _Given:
     def prompts(self, prompts: Prompts) -> Table:
         if isinstance(prompts, str | Path):
             return {"data": {"path": str(prompts)}}
-        self.objects["prompts"] = list(prompts)
+        self.objects["prompts"] = _listed(prompts, "prompts")
         return {}
 
     def reward(self, reward: Reward | None) -> Table:
@@ -171,8 +187,19 @@ class _Given:
         if isinstance(prompts, str | Path):
             sets = [{"name": GIVEN_EVAL_SET, "data": {"path": str(prompts)}}]
             return {"evals": {"every": every, "sets": sets}}
-        self.objects["eval_prompts"] = list(prompts)
+        self.objects["eval_prompts"] = _listed(prompts, "eval_prompts")
         return {"evals": {"every": every}}
+
+
+def _listed(rows: Iterable[T], name: str) -> list[T]:
+    """The rows as a list. A single row is refused: its keys would be taken for the rows."""
+    if isinstance(rows, Mapping | Prompt | bytes) or not isinstance(rows, Iterable):
+        what = {dict: "one dict", Prompt: "one Prompt"}.get(type(rows), type(rows).__name__)
+        raise ConfigError(
+            f"{name}: found {what}, allowed: a file, or a list of rows; pass a list, such as "
+            f"{name}=[{{'prompt': '1+1=', 'answer': '2'}}]"
+        )
+    return list(rows)
 
 
 def _run_settings(

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from difflib import get_close_matches
+from pathlib import PurePath
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
 from paceline.observe.catalogue import describe, nearest
 from paceline.types import Config
+
+RUN_FILES = (
+    "metrics.jsonl",
+    "events.jsonl",
+    "run.toml",
+    "environment.json",
+    "checkpoints",
+    "samples",
+)
+"""What a run keeps in its folder; no other file may be called like these, or begin so."""
 
 
 class CheckpointConfig(Config):
@@ -31,8 +42,9 @@ class CheckpointConfig(Config):
     keep_best: Annotated[int, Field(ge=1)] = 1
     """How many of the best stay on disk, if `best_metric` is set."""
     save_request_file: Annotated[str, Field(min_length=1)] | None = "save"
-    """Touching this file asks for a save at the end of the running step; relative to the run's
-    folder. The checkpoint is durable when neither it nor `<file>.claimed` is there any more."""
+    """Touching this file asks for a save at the end of the running step; a path in the run's
+    folder, and none of the run's own files. The checkpoint is durable when neither it nor
+    `<file>.claimed` is there any more."""
     verify: Literal["hash", "size"] = "hash"
     """What is compared before a checkpoint is trusted. `hash` reads all of it, 0.4 to 1
     GB/s a core; `size` only looks at the sizes of its files."""
@@ -44,6 +56,24 @@ class CheckpointConfig(Config):
             close = nearest(name)
             hint = f"; nearest: {', '.join(close)}" if close else ""
             raise ValueError(f"no metric is called {name!r}{hint}; docs/metrics.md lists them all")
+        return name
+
+    @field_validator("save_request_file")
+    @classmethod
+    def _is_free(cls, name: str | None) -> str | None:
+        if name is None:
+            return None
+        parts = PurePath(name).parts
+        if not parts or PurePath(name).is_absolute() or ".." in parts:
+            raise ValueError(
+                f'found {name!r}, allowed: a path inside the run\'s folder, such as "save"'
+            )
+        own = next((own for own in RUN_FILES if parts[0].startswith(own)), None)
+        if own is not None:
+            raise ValueError(
+                f"{name!r} would be taken away like a request, but the run itself keeps {own!r} "
+                'in its folder: choose another name, such as "save"'
+            )
         return name
 
     def best_metric_problem(self, eval_sets: Collection[str]) -> str | None:

@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,10 @@ from types import ModuleType
 from typing import Any
 
 from paceline.errors import ConfigError, nearest_hint
+
+NOT_OF_USER_CODE = (KeyboardInterrupt, GeneratorExit)
+"""How Python ends what we run. Everything else that leaves user code, `SystemExit` among it, is a
+failure of that code: it never ends the run as if it were done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +133,17 @@ def find_problem(location: str, base: Path, allowed: Iterable[str] | None = None
         return None
     unknown = [p for p in _required_parameters(node) if p not in tuple(allowed)]
     return _unknown_parameter(unknown[0], tuple(allowed), location) if unknown else None
+
+
+def failure_text(exc: BaseException) -> str:
+    """A failure of user code in one line, with its place: `SystemExit: 0 (env.py:3 in play)`."""
+    text = " ".join(f"{type(exc).__name__}: {exc}".split()).rstrip(":")
+    frames = traceback.extract_tb(exc.__traceback__)
+    own = [f for f in frames if f.filename != __file__ and not f.filename.startswith("<frozen")]
+    # The first frame is our own caller's. A syntax error names its place itself.
+    if len(own) < 2 or isinstance(exc, SyntaxError):
+        return text
+    return f"{text} ({own[-1].filename}:{own[-1].lineno} in {own[-1].name})"
 
 
 def add_to_path(folders: Iterable[str]) -> None:

@@ -13,7 +13,8 @@ from paceline import build
 from paceline.api import _in_thread
 from paceline.build import EvalReport, RunResult
 from paceline.config import RunFile
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, RolloutError
+from paceline.types import Prompt
 
 
 @pytest.fixture
@@ -113,6 +114,38 @@ def test_evaluate(project: Path, calls: Calls) -> None:
     assert options == {"weights": None, "reward": reward, "eval_prompts": ["a"]}
     paceline.evaluate("org/model", "prompts.jsonl", "exact")
     assert calls[1][0].evals.sets[0].name == "eval"
+
+
+@pytest.mark.parametrize("rows", [{"prompt": "1"}, Prompt("a", text="1"), 5, b"1"])
+def test_one_row_is_not_taken_for_a_list_of_rows(project: Path, calls: Calls, rows: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^prompts: found .*; pass a list, such as"):
+        paceline.train("org/model", rows, reward, num_steps=1)
+    with pytest.raises(ConfigError, match=r"^eval_prompts: found .*; pass a list, such as"):
+        paceline.train("org/model", ["a"], reward, num_steps=1, eval_prompts=rows)
+    with pytest.raises(ConfigError, match="pass a list"):
+        paceline.generate("org/model", rows)
+    assert calls == []
+
+
+def test_a_single_chat_is_not_taken_for_a_list_of_chats(project: Path) -> None:
+    chat: Any = [{"role": "user", "content": "a"}]
+    with pytest.raises(ConfigError, match=r"found dict in it, allowed: texts, or chats"):
+        paceline.generate("org/model", chat)
+
+
+def test_an_eval_without_any_number_is_an_error(
+    project: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    skipped = {"eval": "reward/ValueError: no int"}
+    reports = [
+        EvalReport("w", {}, skipped, {"eval": []}),
+        EvalReport("w", {}, skipped, {"eval": [], "other": []}),
+    ]
+    monkeypatch.setattr(build, "evaluate", lambda run_file, **options: reports.pop(0))
+    with pytest.raises(RolloutError, match="'eval' has no numbers: reward/ValueError: no int"):
+        paceline.evaluate("org/model", ["a"], reward)
+    assert paceline.evaluate("org/model", ["a"], reward).skipped == skipped
+    assert "eval set 'eval' has no numbers" in caplog.text
 
 
 def test_generate_takes_any_sampling(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from run_files import VALID, write_project
 
 from paceline import build
 from paceline.build import EvalReport, RunResult
+from paceline.build.loop import Terminated
 from paceline.checkpoint import CheckpointStore, PolicyProgress, RunState
 from paceline.checkpoint_settings import CheckpointConfig
 from paceline.cli import main
@@ -334,6 +335,55 @@ def test_export_refuses_a_damaged_checkpoint(
     assert run("export", folder, tmp_path / "out") == 1
     assert "weights" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_export_says_what_is_not_there_or_can_not_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run("export", "nope", "out") == 2
+    assert "there is no folder nope" in capsys.readouterr().err
+    make_checkpoint(tmp_path / "run", 2)
+    assert run("export", "run", "no/where/out") == 2
+    assert f"there is no folder {tmp_path}/no/where to put out into" in capsys.readouterr().err
+    assert run("export", "run", "/proc/out") == 1
+    assert "error: /proc/out can not be written: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a\udcff", "prompt 2 of --prompt is not valid UTF-8 at character 2"),
+        ("", "prompt 2 of --prompt is empty"),
+    ],
+)
+def test_generate_refuses_what_no_tokenizer_takes(
+    capsys: pytest.CaptureFixture[str], text: str, expected: str
+) -> None:
+    assert run("generate", "org/model", "-p", "good", "-p", text) == 2
+    assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("code", [None, 0, 5])
+def test_user_code_that_exits_is_no_success(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    code: int | None,
+) -> None:
+    monkeypatch.setattr(build, "train", lambda run_file: sys.exit(code))
+    assert run("train", write_project(tmp_path)) == 1
+    err = capsys.readouterr().err
+    assert f"{Path(__file__).name}:" in err
+    assert f"ended the program by SystemExit({code})" in err
+
+
+def test_sigterm_keeps_its_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(run_file: RunFile) -> RunResult:
+        raise Terminated(143)
+
+    monkeypatch.setattr(build, "train", train)
+    assert run("train", write_project(tmp_path)) == 143
 
 
 EVALS = '[[evals.sets]]\nname = "held"\ndata = { path = "prompts.jsonl" }\n'

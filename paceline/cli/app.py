@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import platform
+import traceback
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -13,6 +15,7 @@ from paceline.cli.look import check, explain_key, try_reward
 from paceline.cli.options import Debug
 from paceline.cli.replay import replay
 from paceline.cli.run import evaluate, generate, sft, train
+from paceline.errors import PacelineError
 
 RUN, WRITE, KEEP = "Train and measure", "Write run files", "After a run"
 
@@ -45,6 +48,30 @@ app = typer.Typer(
 )
 
 
+def guarded(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The command, of which a SystemExit is not taken for success: none of ours raises one.
+
+    User code that runs in this process may call `sys.exit`; only SIGTERM ends a command that way.
+    """
+
+    @functools.wraps(command)
+    def call(*given: Any, **options: Any) -> Any:
+        try:
+            return command(*given, **options)
+        except SystemExit as end:
+            from paceline.build.loop import Terminated
+
+            if isinstance(end, Terminated):
+                raise
+            last = traceback.extract_tb(end.__traceback__)[-1]
+            raise PacelineError(
+                f"{last.filename}:{last.lineno} ended the program by SystemExit({end.code!r}), "
+                "before the command was done: take the call of exit out of code that a run uses"
+            ) from end
+
+    return call
+
+
 def print_version(is_asked: bool) -> None:
     if is_asked:
         from importlib.metadata import version
@@ -65,4 +92,4 @@ def root(
 
 
 for name, panel, function in COMMANDS:
-    app.command(name, rich_help_panel=panel)(function)
+    app.command(name, rich_help_panel=panel)(guarded(function))

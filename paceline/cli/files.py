@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli.options import Best, Debug, Overrides, PolicyName, RunFolder, Step
-from paceline.errors import ConfigError, DataError, nearest_hint
+from paceline.errors import ConfigError, DataError, PacelineError, nearest_hint
 
 
 def export(
@@ -36,6 +36,8 @@ def export(
     from paceline.cli.targets import find_target
 
     target = find_target(source, step=step, best=best, policy=policy)
+    if target.step is None and not Path(target.model).is_dir():
+        raise ConfigError(f"there is no folder {source}: name a run's folder or a checkpoint")
     if target.step is None:
         raise ConfigError(f"{source} is a model already: name a run's folder or a checkpoint")
     copy_folder(Path(target.model), out)
@@ -46,11 +48,17 @@ def copy_folder(source: Path, out: Path) -> None:
     """Copy a folder so that `out` is there in whole or not at all."""
     if out.exists():
         raise ConfigError(f"{out} exists: name a folder that does not")
+    if not out.parent.is_dir():
+        raise ConfigError(f"there is no folder {out.parent.absolute()} to put {out.name} into")
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         shutil.copytree(source, partial)
         partial.rename(out)
+    except OSError as error:
+        # copytree gathers errors as tuples, each with its reason.
+        reason = error.strerror or error.args[0][0][2]
+        raise PacelineError(f"{out} can not be written: {reason}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -205,6 +205,8 @@ def generate(
     prompts = prompt or [line.rstrip("\n") for line in sys.stdin]
     if not prompts:
         raise ConfigError("there is no prompt: add --prompt, or write lines to stdin")
+    for number, text in enumerate(prompts, start=1):
+        _check_prompt(text, f"prompt {number} of {'--prompt' if prompt else 'stdin'}")
     drawn = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
     sampling = load_block(Sampling, drawn, "sampling")
     found = find_target(target, step=step, best=best)
@@ -215,3 +217,15 @@ def generate(
     answers = build.generate(run_file.located_model, run_file.engine, asked, sampling, seed=seed)
     for question, answer in zip(prompts, answers, strict=True):
         typer.echo(f"> {question}\n{answer}\n" if len(prompts) > 1 else answer)
+
+
+def _check_prompt(text: str, what: str) -> None:
+    if not text.strip():
+        raise ConfigError(f"{what} is empty")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        # The shell's bytes that are no UTF-8 arrive as lone surrogates.
+        raise ConfigError(
+            f"{what} is not valid UTF-8 at character {error.start + 1}: {text[:60]!a}"
+        ) from None

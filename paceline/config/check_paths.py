@@ -11,9 +11,19 @@ from paceline.config.checks import Check, Situation, reads
 from paceline.config.names import nearest
 from paceline.config.problems import KeyPath, Problem
 from paceline.data.sources import FileSource, HuggingFaceSource, PythonSource, SourceConfig
+from paceline.errors import ConfigError
 from paceline.rollout.settings import RewardConfig
+from paceline.user_code import split_location
 
 MOST_SIBLINGS = 1000
+SINGLE_TURN = "single_turn"
+
+
+@reads("run.base")
+def base_is_there(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
+    if not run_file.base.is_dir():
+        what = "is a file, not a folder" if run_file.base.exists() else "is not there"
+        yield Problem(("run", "base"), f"{run_file.base} {what}{_sibling_hint(run_file.base)}")
 
 
 @reads("run.base", "model.path", "model.random_init", "critic")
@@ -71,8 +81,18 @@ def reward_is_there(run_file: RunFile, situation: Situation) -> Iterator[Problem
 
 @reads("run.base", "rollout.env")
 def env_is_there(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
-    if situation.purpose in ("train", "eval"):
-        yield from _code(run_file, ("rollout", "env"), run_file.rollout.env)
+    name = run_file.rollout.env
+    if situation.purpose not in ("train", "eval") or name == SINGLE_TURN:
+        return
+    try:
+        split_location(name)
+    except ConfigError:
+        yield Problem(
+            ("rollout", "env"),
+            f'found {name!r}, allowed: "{SINGLE_TURN}", "file.py:name" or "module:name"',
+        )
+        return
+    yield from _code(run_file, ("rollout", "env"), name)
 
 
 def _source(run_file: RunFile, path: KeyPath, source: SourceConfig) -> Iterator[Problem]:
@@ -128,6 +148,7 @@ def _sibling_hint(found: Path) -> str:
 
 
 PATH_CHECKS: tuple[Check, ...] = (
+    base_is_there,
     model_is_there,
     tokenizer_is_there,
     template_is_there,

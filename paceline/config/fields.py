@@ -181,9 +181,11 @@ def _list_words(items: tuple[Any, ...], *, is_tuple: bool) -> str:
     word = type_words(items[0])
     if word.startswith("one of "):
         return f"list of values among {word.removeprefix('one of ')}"
-    head, _, limit = word.partition(" >")
-    plural = PLURALS.get(head, head) + (f" >{limit}" if limit else "")
-    return f"list of {plural}"
+    for mark in (" >", ","):
+        head, _, limit = word.partition(mark)
+        if limit:
+            return f"list of {PLURALS.get(head, head)}{mark}{limit}"
+    return f"list of {PLURALS.get(word, word)}"
 
 
 def _limit_words(limits: Sequence[Any]) -> str:

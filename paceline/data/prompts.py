@@ -123,8 +123,8 @@ def gather(
 ) -> PromptSet:
     """Read rows to the end and make a prompt set of them.
 
-    `fit` is asked about each prompt; without it nothing is filtered. `supervised` wants rows with a completion (see `supervised_pair`) and lets messages
-    end with the assistant's.
+    `fit` is asked about each prompt; without it nothing is filtered. `supervised` wants rows with
+    a completion (see `supervised_pair`) and lets messages end with the assistant's.
 
     Raises:
         DataError: if there is a bad row and `rules.on_bad_row` is "fail" (the first ten are

@@ -9,7 +9,7 @@ from typing import Any
 from paceline.data.rows import RawRow
 from paceline.data.sources import PythonSource
 from paceline.errors import ConfigError, DataError
-from paceline.user_code import load_object
+from paceline.user_code import NOT_OF_USER_CODE, failure_text, load_object
 
 
 def read_function(source: PythonSource, base: Path) -> Iterable[RawRow]:
@@ -21,12 +21,12 @@ def read_function(source: PythonSource, base: Path) -> Iterable[RawRow]:
     """
     try:
         made = load_object(source.function, base)
-    except ConfigError:
+    except (ConfigError, *NOT_OF_USER_CODE):
         raise
-    # The user's code may raise anything.
-    except Exception as error:
+    # The user's code may raise anything, also by `sys.exit`.
+    except BaseException as error:
         place = source.function.rpartition(":")[0]
-        raise DataError(f"{place} can not be imported: {type(error).__name__}: {error}") from error
+        raise DataError(f"{place} can not be imported: {failure_text(error)}") from error
     return _rows(made, source.function, source.label)
 
 
@@ -37,6 +37,8 @@ def _rows(made: Any, function: str, label: str) -> Iterator[RawRow]:
             raise TypeError(f"gave a {type(rows).__name__}, not an iterable of rows")
         for index, row in enumerate(rows):
             yield RawRow(f"{label}[{index}]", row)
-    # The user's code may raise anything.
-    except Exception as error:
-        raise DataError(f"{function}: {type(error).__name__}: {error}") from error
+    except NOT_OF_USER_CODE:
+        raise
+    # The user's code may raise anything, also by `sys.exit`.
+    except BaseException as error:
+        raise DataError(f"{function}: {failure_text(error)}") from error

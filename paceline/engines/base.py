@@ -18,7 +18,7 @@ Finish = Literal["stop", "length", "abort"]
 class Sampling(Config):
     """How answers are drawn. Log-probs are those of the distribution made by these settings."""
 
-    temperature: Annotated[float, Field(ge=0)] = 1.0
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     """Divides the logits; 0 takes the most likely token."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Keep the smallest set of tokens with this probability mass; 1 keeps all."""
@@ -26,13 +26,13 @@ class Sampling(Config):
     """Keep this many most likely tokens; 0 keeps all."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Drop tokens below this share of the most likely one's probability."""
-    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
+    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Divides positive and multiplies negative logits of tokens seen before; 1 is off."""
     max_tokens: Annotated[int, Field(ge=1)] = 256
     """Most tokens of one answer; the model's context may end it sooner."""
-    stop: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = ()
     """Texts that end an answer. The tokens that make them stay in the sample."""
-    stop_token_ids: Annotated[tuple[int, ...], Field(strict=False)] = ()
+    stop_token_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)] = ()
     """Token ids that end an answer, besides the model's own end-of-sequence ids."""
     ignore_eos: bool = False
     """Go on to `max_tokens` whatever is sampled (for measurements)."""

@@ -165,7 +165,7 @@ def summarise(
             by_prompt.append(scored)
     every = [answer for answers in by_prompt for answer in answers]
     if not every:
-        raise RolloutError(f"no answer of eval set {settings.name!r} was scored: {dict(failures)}")
+        raise RolloutError(_nothing_scored(settings.name, groups, failures))
     means = [statistics.fmean(answer.reward for answer in answers) for answers in by_prompt]
     return EvalResult(
         name=settings.name,
@@ -180,6 +180,14 @@ def summarise(
         failures=dict(sorted(failures.items())),
         groups=list(groups),
     )
+
+
+def _nothing_scored(name: str, groups: Sequence[Group], failures: Counter[str]) -> str:
+    counts = ", ".join(f"{count} {cause}" for cause, count in failures.most_common())
+    samples = (sample for group in groups for sample in group.samples())
+    first = next((sample for sample in samples if sample.cause and sample.detail), None)
+    detail = f"; the first: {first.cause}: {first.detail}" if first is not None else ""
+    return f"no answer of eval set {name!r} was scored: {counts}{detail}"
 
 
 def _causes(group: Group) -> Iterator[str]:

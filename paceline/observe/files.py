@@ -6,6 +6,7 @@ in one move, so a reader sees the old file or the new one, never half of one.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -86,6 +87,20 @@ def clear_leftovers(folder: Path, name: str, files: Files = REAL_FILES) -> None:
     """Remove what killed processes left of `write_atomically`; `name` may hold `*`."""
     for path in folder.glob(f".tmp-{name}-" + "[0-9a-f]" * 8):
         files.remove(path)
+
+
+def set_aside(paths: Iterable[Path], files: Files = REAL_FILES) -> list[Path]:
+    """Move what is there of these to `<name>.old`, or `<name>.old.2` and so on: the first suffix
+    that is free for all of them. Returns where they went."""
+    found = [path for path in paths if path.exists()]
+    for number in itertools.count(1):
+        suffix = ".old" if number == 1 else f".old.{number}"
+        targets = [path.with_name(path.name + suffix) for path in found]
+        if not any(target.exists() for target in targets):
+            break
+    for path, target in zip(found, targets, strict=True):
+        files.rename(path, target)
+    return targets
 
 
 def encode_json(value: JsonValue, *, indent: int | None = None) -> bytes:

@@ -57,15 +57,6 @@ class JsonlFile:
             self._replace(b"".join(lines))
         return kept
 
-    def set_aside(self) -> None:
-        """Move a file that another start left to `<name>.old`."""
-        try:
-            self._files.rename(self.path, self.path.with_name(f"{self.path.name}.old"))
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            raise PacelineError(f"can not move {self.path}: {error}") from error
-
     def _read(self) -> bytes:
         try:
             return self.path.read_bytes()

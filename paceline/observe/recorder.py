@@ -9,6 +9,7 @@ step; a run that was killed in between takes them back and still owes the row.
 
 from __future__ import annotations
 
+import logging
 import re
 import resource
 import sys
@@ -19,12 +20,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from paceline.observe.files import REAL_FILES, Files
+from paceline.errors import PacelineError
+from paceline.observe.files import REAL_FILES, Files, set_aside
 from paceline.observe.jsonl import JsonlFile
 from paceline.observe.metrics import Metrics
 from paceline.observe.samples import SampleWriter
 from paceline.observe.sinks import Sink
 from paceline.types import Group, JsonValue
+
+logger = logging.getLogger(__name__)
 
 PHASE_NAME = re.compile(r"[a-z][a-z_]*")
 
@@ -57,6 +61,7 @@ class Recorder:
         self._progress = progress
         self._sinks = [*trackers, *([progress] if progress is not None else [])]
         self._samples = samples
+        self._files = files
         self._clock = clock
         self._now = now
         self._numbers: dict[str, Metrics] = {}
@@ -73,12 +78,12 @@ class Recorder:
 
         Rows after them are cut off, since those steps are done again. Where the row of such a step
         is missing and `pending` has its numbers, the step is open again and `end_step` is due. A
-        fresh start moves the rows that an older one left to `metrics.jsonl.old`. Each start is an
-        event.
+        fresh start moves the rows and samples that an older one left to `metrics.jsonl.old` and
+        `samples.old`, or, if those are taken, to `.old.2` and so on. Each start is an event.
         """
         self._events.keep(lambda event: True)
         if not steps:
-            self._rows.set_aside()
+            self._set_aside()
         rows = self._rows.keep(lambda row: row["step"] <= steps.get(row["policy"], -1))
         self._last_step = {row["policy"]: row["step"] for row in rows}
         self._numbers, self._open_step, self._row_began = {}, {}, {}
@@ -92,6 +97,24 @@ class Recorder:
         for sink in self._sinks:
             sink.start(self._last_step)
         self.event("start", steps=dict(steps))
+
+    def _set_aside(self) -> None:
+        """What a former start left is somebody's work, even if nothing was saved."""
+        left = [self._rows.path]
+        if self._samples is not None and self._samples.has_files():
+            left.append(self._samples.folder)
+        try:
+            moved = set_aside(left, self._files)
+        except OSError as error:
+            raise PacelineError(
+                f"can not move what a former run left in {self._rows.path.parent}: {error}"
+            ) from error
+        if moved:
+            logger.warning(
+                "the run starts anew; what a former one left in %s is kept as %s",
+                self._rows.path.parent,
+                " and ".join(path.name for path in moved),
+            )
 
     def begin_step(self, policy: str, step: int) -> None:
         """Open a step of a policy; ValueError unless it comes after all rows of the policy."""

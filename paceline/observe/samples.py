@@ -95,6 +95,15 @@ class SampleWriter:
         self._limit = limit
         self._files = files
 
+    @property
+    def folder(self) -> Path:
+        return self._folder
+
+    def has_files(self) -> bool:
+        """True if samples of a step, or answers to an eval set, are there."""
+        folders = [self._folder, *(eval_folder(self._folder, n) for n in eval_names(self._folder))]
+        return any(sample_files(folder) for folder in folders)
+
     def start(self, step: int) -> None:
         """Remove the files of later steps, which are done again, and half-written ones."""
         clear_leftovers(self._folder, "step-*.jsonl.gz", self._files)

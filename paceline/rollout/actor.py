@@ -7,8 +7,9 @@ old turns, begins a new row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from paceline.engines.base import Completion, Engine, Request, Sampling
 from paceline.errors import EngineError, RolloutError
@@ -197,7 +198,17 @@ class RecordingActor:
 def _conversation(context: Prompt | str | Sequence[Message]) -> Conversation:
     if isinstance(context, Prompt):
         return context.text or "" if context.messages is None else tuple(context.messages)
-    return context if isinstance(context, str) else tuple(context)
+    return context if isinstance(context, str) else _messages(context)
+
+
+def _messages(context: Any) -> tuple[Message, ...]:
+    if not isinstance(context, Sequence):
+        kind = type(context).__name__
+        raise TypeError(f"an actor answers a Prompt, a text or a list of messages, not a {kind}")
+    for message in context:
+        if not isinstance(message, Mapping) or "role" not in message:
+            raise TypeError(f"not a message with a role and a content: {message!r:.80}")
+    return tuple(context)
 
 
 def _with_reply(said: Conversation, text: str) -> Conversation:

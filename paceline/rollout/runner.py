@@ -11,6 +11,7 @@ whole call with the engine's own exception.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import math
 from collections.abc import Coroutine, Sequence
@@ -22,12 +23,13 @@ from paceline.engines.base import Engine, Sampling
 from paceline.errors import EngineError, PacelineError
 from paceline.rollout.actor import RecordingActor, Seat
 from paceline.rollout.env import Env, Outcome
+from paceline.rollout.outcomes import failed_outcome, to_outcome
 from paceline.rollout.renderer import Renderer
 from paceline.rollout.rewards import Reward
 from paceline.rollout.score import exception_score
 from paceline.rollout.settings import RolloutConfig
-from paceline.rollout.single_turn import to_outcome
 from paceline.types import Draw, Episode, Group, Sample, Status, derive_seed
+from paceline.user_code import NOT_OF_USER_CODE
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -136,32 +138,36 @@ class Runner:
         outcome = Outcome({})
         try:
             async with limit:
-                result = await self._env(draw.prompt, {actor.role: actor})
-                outcome = to_outcome(result, (actor.role,))
+                result: Any = self._env(draw.prompt, {actor.role: actor})
+                if inspect.isawaitable(result):
+                    outcome = to_outcome(await result, (actor.role,))
+                else:
+                    kind = type(result).__name__
+                    detail = f"the environment gave a {kind}, nothing to await: write `async def`"
+                    outcome = failed_outcome("env/not_async", detail)
         except asyncio.CancelledError as exc:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
             failure = exc
-        # The user's code may raise anything; the runner must outlive it.
-        except Exception as exc:
+        except NOT_OF_USER_CODE:
+            raise
+        # The user's code may raise anything, also by `sys.exit`; the runner must outlive it.
+        except BaseException as exc:
             failure = exc
         if actor.fatal is not None:
             raise actor.fatal
         if actor.refusal is not None:
-            return _failed("engine/refused", str(actor.refusal))
+            return failed_outcome("engine/refused", str(actor.refusal))
         if failure is None:
             return outcome
         if limit.expired():
-            return _failed("env/timeout", f"not done after {self.config.episode_timeout_s:g} s")
+            limit_s = self.config.episode_timeout_s
+            return failed_outcome("env/timeout", f"not done after {limit_s:g} s")
         if isinstance(failure, PacelineError):
             raise failure
         score = exception_score(failure, frozenset({__file__}), 0.0)
-        return _failed(f"env/{score.cause}", score.detail)
-
-
-def _failed(cause: str, detail: str) -> Outcome:
-    return Outcome({}, status={"*": Status.FAILED}, cause=f"{cause}: {detail}")
+        return failed_outcome(f"env/{score.cause}", score.detail)
 
 
 def _settle(sample: Sample, outcome: Outcome) -> Sample:
@@ -177,7 +183,7 @@ def _settle(sample: Sample, outcome: Outcome) -> Sample:
         sample.cause, sample.detail = _split_cause(outcome.cause or f"env/{sample.status}")
     elif reward is None:
         sample.status = Status.UNSCORED
-        sample.cause, sample.detail = _split_cause(outcome.cause or "env/none")
+        sample.cause, sample.detail = _split_cause(outcome.cause or _no_reward(sample.role))
     elif not math.isfinite(reward):
         sample.status = Status.UNSCORED
         sample.cause, sample.detail = "env/nan" if math.isnan(reward) else "env/inf", ""
@@ -185,6 +191,10 @@ def _settle(sample: Sample, outcome: Outcome) -> Sample:
         sample.reward = float(reward)
         _check_columns(sample)
     return sample
+
+
+def _no_reward(role: str) -> str:
+    return f"env/none: the environment gave no reward for the role {role!r}"
 
 
 def _check_columns(sample: Sample) -> None:

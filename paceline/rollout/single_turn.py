@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from paceline.errors import ConfigError
 from paceline.rollout.env import Actor, Env, Outcome
 from paceline.rollout.rewards import Reward
-from paceline.rollout.score import to_score
 from paceline.types import Prompt
-from paceline.user_code import load_callable
+from paceline.user_code import NOT_OF_USER_CODE, failure_text, load_callable
 
 SINGLE_TURN = "single_turn"
 
@@ -39,34 +38,49 @@ def load_env(name: str, *, base: Path = Path(), reward: Reward | None = None) ->
     """`single_turn`, or the user's `module:name` or `file.py:name` relative to `base`.
 
     A function or object that declares a parameter `reward` is given the run's `Reward`. Raises
-    ConfigError.
+    ConfigError, also if it can not be imported, is not async or takes other values.
     """
     if name == SINGLE_TURN:
         if reward is None:
             raise ConfigError("env = 'single_turn' needs a reward: see [reward]")
         return SingleTurn(reward)
-    env = load_callable(name, base)
-    wants_reward = "reward" in inspect.signature(env).parameters
+    try:
+        env = load_callable(name, base)
+    except (ConfigError, *NOT_OF_USER_CODE):
+        raise
+    # The user's code may raise anything, also by `sys.exit`.
+    except BaseException as exc:
+        raise ConfigError(f"env = {name!r} can not be loaded: {failure_text(exc)}") from exc
+    if _is_plainly_sync(env):
+        raise ConfigError(
+            f"env = {name!r} is not async: write `async def`, since it awaits its actors"
+        )
+    wants_reward = _check_parameters(env, name)
     if wants_reward and reward is None:
         raise ConfigError(f"env = {name!r} asks for a reward: see [reward]")
     return cast(Env, functools.partial(env, reward=reward) if wants_reward else env)
 
 
-def to_outcome(result: Any, roles: Sequence[str]) -> Outcome:
-    """What an environment returned, as an Outcome.
+def _is_plainly_sync(env: Callable[..., Any]) -> bool:
+    """True if the user wrote `def` for the function. What a decorator made may be either."""
+    function = env if inspect.isfunction(env) else inspect.getattr_static(type(env), "__call__")
+    if not inspect.isfunction(function) or "<locals>" in function.__qualname__:
+        return False
+    return not inspect.iscoroutinefunction(function) and not hasattr(function, "__wrapped__")
 
-    A mapping by role gives each role its reward; any other result is scored as a reward
-    function's and goes to every role. Raises TypeError for what can not be read.
-    """
-    if isinstance(result, Outcome):
-        return result
-    if isinstance(result, Mapping) and result and set(result) <= set(roles):
-        scores = {role: to_score(value, {}) for role, value in result.items()}
-    else:
-        scores = dict.fromkeys(roles, to_score(result, {}))
-    failed = [score for score in scores.values() if score.value is None]
-    return Outcome(
-        rewards={role: score.value for role, score in scores.items()},
-        parts={role: score.parts for role, score in scores.items()},
-        cause=failed[0].reason if failed else None,
-    )
+
+def _check_parameters(env: Callable[..., Any], name: str) -> bool:
+    """Whether it wants the reward. Raises ConfigError if it can not be called as we call it."""
+    try:
+        signature = inspect.signature(env)
+    except (TypeError, ValueError):  # not to be seen; the call will show
+        return False
+    wants_reward = "reward" in signature.parameters
+    try:
+        signature.bind(None, None, **({"reward": None} if wants_reward else {}))
+    except TypeError as exc:
+        raise ConfigError(
+            f"env = {name!r} takes {signature}, and is called with (prompt, actors), or with "
+            f"(prompt, actors, reward) if it declares `reward`: {exc}"
+        ) from exc
+    return wants_reward

@@ -26,11 +26,12 @@ from typing import Any, BinaryIO
 
 import cloudpickle
 
+from paceline import user_code
 from paceline.errors import PacelineError
 from paceline.rollout.score import Score, exception_score, to_score
 from paceline.rollout.scorers import make_scorer
 from paceline.rollout.worker_protocol import (
-    LENGTH,
+    HEAD,
     REWARD_NAMES,
     BuiltinScorer,
     Call,
@@ -43,7 +44,9 @@ from paceline.rollout.worker_protocol import (
 from paceline.user_code import add_to_path, load_callable, read_signature
 
 PR_SET_PDEATHSIG = 1
-OWN_FILES = frozenset({__file__, asyncio.runners.__file__, asyncio.base_events.__file__})
+OWN_FILES = frozenset(
+    {__file__, user_code.__file__, asyncio.runners.__file__, asyncio.base_events.__file__}
+)
 
 Values = Mapping[str, Any]
 
@@ -51,22 +54,27 @@ Values = Mapping[str, Any]
 def main() -> None:
     _die_with_parent(int(sys.argv[1]))
     requests, replies = _take_pipes()
-    inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    own_pid = os.getpid()
+    inbox: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(requests, inbox), daemon=True).start()
     scorers: dict[str, Callable[[Values], Score]] = {}
     with asyncio.Runner() as loop:
         while True:
-            body = inbox.get()  # ends: the reader thread ends the process with its parent
+            number, body = inbox.get()  # ends: the reader thread ends the process with its parent
             try:
                 message = pickle.loads(body)
-            except Exception as exc:
+            # Unpickling imports code of the user, which may raise anything.
+            except BaseException as exc:
                 message, reply = None, dataclasses.asdict(exception_score(exc, OWN_FILES, 0.0))
             match message:
                 case Load():
                     reply = {"error": _load(message, scorers, loop)}
                 case Call(scorer, values):
                     reply = dataclasses.asdict(scorers[scorer](values))
-            replies.write(frame(json.dumps(reply).encode()))
+            if os.getpid() != own_pid:
+                # User code has forked, and this is the child: the pipe is its parent's.
+                os._exit(1 if reply.get("cause") or reply.get("error") else 0)
+            replies.write(frame(number, json.dumps(reply).encode()))
             replies.flush()
 
 
@@ -87,9 +95,10 @@ def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
     return requests, replies
 
 
-def _receive(requests: BinaryIO, inbox: queue.SimpleQueue[bytes]) -> None:
-    while len(head := requests.read(LENGTH.size)) == LENGTH.size:
-        inbox.put(requests.read(LENGTH.unpack(head)[0]))
+def _receive(requests: BinaryIO, inbox: queue.SimpleQueue[tuple[int, bytes]]) -> None:
+    while len(head := requests.read(HEAD.size)) == HEAD.size:
+        number, length = HEAD.unpack(head)
+        inbox.put((number, requests.read(length)))
     os._exit(0)
 
 
@@ -103,7 +112,7 @@ def _load(
             scorers[name] = _make(spec, loop)
         except PacelineError as exc:
             return str(exc)
-        except (Exception, SystemExit) as exc:
+        except BaseException as exc:
             return f"{_label(spec)} can not be loaded: {exception_text(exc)}"
     return None
 
@@ -157,8 +166,9 @@ def _timed(
         result = call(values)
         if inspect.isawaitable(result):
             result = loop.run(_wait_for(result))
-    # User code may raise anything, also by `sys.exit`: the answer is then a failed one.
-    except (Exception, SystemExit) as exc:
+    # User code may raise anything, `SystemExit` and `KeyboardInterrupt` too: the answer is then a
+    # failed one. Ctrl-C itself does not come here: this process has a session of its own.
+    except BaseException as exc:
         return exception_score(exc, OWN_FILES, time.perf_counter() - start)
     return to_score(result, weights, time.perf_counter() - start)
 
@@ -178,7 +188,15 @@ def _label(spec: ScorerSpec) -> str:
 
 
 def exception_text(exc: BaseException) -> str:
-    return "".join(traceback.format_exception(exc)).rstrip()
+    """The traceback from the user's first line on; without such a line, the exception alone."""
+    tb = exc.__traceback__
+    while tb is not None and _is_own_frame(tb.tb_frame.f_code.co_filename):
+        tb = tb.tb_next
+    return "".join(traceback.format_exception(type(exc), exc, tb)).rstrip()
+
+
+def _is_own_frame(file: str) -> bool:
+    return file in OWN_FILES or file.startswith("<frozen importlib")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """What a worker pool and its child processes say to each other.
 
-A frame is 8 bytes of length, big-endian, and a body. Requests are pickles and go from the parent
-to its own children only; replies are JSON, so nothing of the user's is unpickled in the
-trainer's process.
+A frame is the number of the request that it is or answers, the length of its body (8 bytes each,
+big-endian), and the body. Requests are pickles and go from the parent to its own children only;
+replies are JSON, so nothing of the user's is unpickled in the trainer's process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 
 from paceline.rollout.scorers import ScorerOptions
 
-LENGTH = struct.Struct(">Q")
+HEAD = struct.Struct(">QQ")
+"""Number and length."""
 REWARD_NAMES = ("completion", "prompt", "answer", "metadata", "messages", "finish", "num_tokens")
 """What a reward function may ask for."""
 
@@ -68,5 +69,5 @@ class Call:
     """By the names in `REWARD_NAMES`."""
 
 
-def frame(body: bytes) -> bytes:
-    return LENGTH.pack(len(body)) + body
+def frame(number: int, body: bytes) -> bytes:
+    return HEAD.pack(number, len(body)) + body

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from paceline.types import FloatArray
 
 Place = Literal["device", "host"]
+Decay = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 Head = Literal["policy", "reference", "values"]
 """What a model says of a token: its log-prob, that of the frozen reference, or a critic's value."""
 
@@ -28,20 +29,20 @@ class SingleTrainerConfig(Config):
 
     kind: Literal["single"] = "single"
     """Which trainer: `single` is one process on the CPU or one GPU."""
-    lr: Annotated[float, Field(ge=0)] = 1e-6
+    lr: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-6
     """Peak learning rate of AdamW; 0 measures without learning."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after warm-up, over the optimizer steps of the whole run: stay, or fall to
     `min_lr_ratio` times `lr` along a line or a half cosine."""
     lr_warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Optimizer steps over which the learning rate rises: the k-th of n uses k/n of `lr`."""
-    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0
     """Learning rate that a falling schedule reaches at the end of the run, as a share of `lr`."""
-    betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.999)
+    betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.999)
     """AdamW's decay of the first and second moment."""
-    eps: Annotated[float, Field(gt=0)] = 1e-8
+    eps: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-8
     """AdamW's epsilon."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """AdamW's decoupled weight decay; never applied to norms and biases (one dimension)."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Clip the gradient to this L2 norm; `inf` measures it without clipping."""
@@ -83,17 +84,17 @@ class CriticConfig(Config):
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """First steps of the run, in which the critic learns alone and the policy stays as it is: a
     critic that knows nothing yet would lead it astray."""
-    lr: Annotated[float, Field(ge=0)] = 1e-5
+    lr: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-5
     """Peak learning rate of the critic's AdamW; usually several times `trainer.lr`."""
     lr_schedule: Literal["constant", "linear", "cosine"] | None = None
     """Shape after the rise of the learning rate; absent: `trainer.lr_schedule`."""
     lr_warmup_steps: Annotated[int, Field(ge=0)] | None = None
     """Optimizer steps over which the critic's learning rate rises; absent:
     `trainer.lr_warmup_steps`."""
-    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     """Learning rate at the end of a falling schedule, as a share of `lr`; absent:
     `trainer.min_lr_ratio`."""
-    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """AdamW's decoupled weight decay; absent: `trainer.weight_decay`."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = None
     """Clip the critic's gradient to this L2 norm; absent: `trainer.max_grad_norm`."""

@@ -5,7 +5,7 @@ from decimal import Decimal
 
 import pytest
 
-from paceline.data.prompts import prompts_from_rows, supervised_pair
+from paceline.data.prompts import Fit, prompts_from_rows, supervised_pair
 from paceline.data.sources import DataConfig, Table
 from paceline.errors import ConfigError, DataError
 from paceline.types import Prompt
@@ -223,7 +223,7 @@ def test_the_length_filter_sees_the_shaped_prompt():
         return sum(len(m["content"]) for m in prompt.messages)
 
     rules = DataConfig(template="chat", system="12345", max_prompt_tokens=7)
-    prompts = prompts_from_rows(["ab", "abc", "a"], rules=rules, length=length)
+    prompts = prompts_from_rows(["ab", "abc", "a"], rules=rules, fit=Fit(length))
     assert [p.messages[-1]["content"] for p in prompts.prompts] == ["ab", "a"]
     assert prompts.num_filtered == 1
     assert len(seen) == 3
@@ -232,24 +232,44 @@ def test_the_length_filter_sees_the_shaped_prompt():
 def test_a_filter_that_drops_everything_is_an_error():
     rules = DataConfig(max_prompt_tokens=1)
     with pytest.raises(DataError, match=r"none of 2 rows is left: 2 have more tokens.*= 1"):
-        prompts_from_rows(["ab", "abc"], rules=rules, length=lambda prompt: 5)
+        prompts_from_rows(["ab", "abc"], rules=rules, fit=Fit(lambda prompt: 5))
 
 
-def test_a_template_that_refuses_a_row_makes_it_bad_but_a_missing_one_ends_all():
+def test_a_prompt_that_can_not_be_tokenized_is_a_bad_row():
     def refuse(prompt: Prompt) -> int:
         if prompt.text == "good":
             return 1
+        if prompt.text == "chat":
+            raise ConfigError("no chat template")
         raise LookupError("roles must alternate")
 
-    def fail(prompt: Prompt) -> int:
-        raise ConfigError("no chat template")
+    fit = Fit(refuse)
+    assert reason("bad", fit=fit) == "can not be tokenized: LookupError: roles must alternate"
+    assert reason("chat", fit=fit) == "no chat template"
+    with pytest.raises(DataError, match=r"rows\[0\]: no chat template"):
+        prompts_from_rows(["chat", "good"], "rows", fit=fit)
 
-    rules = DataConfig(max_prompt_tokens=9, on_bad_row="skip")
-    assert reason("bad", rules, length=refuse) == (
-        "can not be tokenized: LookupError: roles must alternate"
-    )
-    with pytest.raises(ConfigError, match="no chat template"):
-        prompts_from_rows(["a"], rules=rules, length=fail)
+
+def test_a_prompt_without_room_for_an_answer_is_a_bad_row():
+    fit = Fit(lambda prompt: len(prompt.text or ""), context=5)
+    assert len(prompts_from_rows(["1234", "good"], fit=fit)) == 2
+    assert "has 5 tokens, and the context of 5 leaves no room" in reason("12345", fit=fit)
+    with pytest.raises(DataError, match=r"rows\[1\]: has 5 tokens"):
+        prompts_from_rows(["1234", "12345"], "rows", fit=fit)
+
+
+def test_a_prompt_over_both_limits_is_filtered():
+    fit = Fit(lambda prompt: len(prompt.text or ""), context=6)
+    rules = DataConfig(max_prompt_tokens=4)
+    prompts = prompts_from_rows(["1234", "123456789"], rules=rules, fit=fit)
+    assert (len(prompts), prompts.num_filtered, prompts.bad_rows) == (1, 1, ())
+
+
+def test_a_set_that_keeps_all_is_not_filtered():
+    fit = Fit(lambda prompt: len(prompt.text or ""), keeps_all=True)
+    rules = DataConfig(max_prompt_tokens=4, on_bad_row="skip")
+    found = reason("12345", rules, fit=fit)
+    assert found.startswith("has 5 tokens, more than data.max_prompt_tokens = 4")
 
 
 def test_no_rows_at_all():
@@ -339,6 +359,6 @@ def test_the_length_filter_sees_the_context_of_supervised_rows():
     rules = DataConfig(max_prompt_tokens=1)
     rows = [{"messages": [USER, ASSISTANT]}, {"messages": [SYSTEM, USER, ASSISTANT]}]
     prompts = prompts_from_rows(
-        rows, rules=rules, length=lambda prompt: len(prompt.messages or ()), supervised=True
+        rows, rules=rules, fit=Fit(lambda prompt: len(prompt.messages or ())), supervised=True
     )
     assert (len(prompts), prompts.num_filtered) == (1, 1)

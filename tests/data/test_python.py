@@ -34,6 +34,11 @@ def breaks():
     yield "a"
     raise LookupError("no more")
 
+def leaves():
+    import sys
+    yield "a"
+    sys.exit(0)
+
 def text():
     return "abc"
 
@@ -79,6 +84,7 @@ def test_a_slice_ends_an_endless_function(tmp_path):
         ("row.py:make", ConfigError, "there is no file .*row.py; did you mean 'rows.py'?"),
         ("no_such_module_here:make", ConfigError, "write 'no_such_module_here.py:make'"),
         ("rows.py:breaks", DataError, "rows.py:breaks: LookupError: no more"),
+        ("rows.py:leaves", DataError, r"rows.py:leaves: SystemExit: 0 \(.*rows.py:\d+ in leaves"),
         ("rows.py:text", DataError, "gave a str, not an iterable of rows"),
         ("rows.py:number", DataError, "gave a int, not an iterable of rows"),
     ],
@@ -95,3 +101,12 @@ def test_a_file_that_fails_to_import(tmp_path):
     (tmp_path / "worse.py").write_text("1/0\n")
     with pytest.raises(DataError, match=r"worse.py can not be imported: ZeroDivisionError"):
         load_source(PythonSource(function="worse.py:make"), base=tmp_path)
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(DataError, match=r"leaves.py can not be imported: SystemExit: 0 \(.*py:2"):
+        load_source(PythonSource(function="leaves.py:make"), base=tmp_path)
+
+
+def test_ctrl_c_passes_through(tmp_path):
+    (tmp_path / "stops.py").write_text("def make():\n    raise KeyboardInterrupt\n")
+    with pytest.raises(KeyboardInterrupt):
+        load_source(PythonSource(function="stops.py:make"), base=tmp_path)

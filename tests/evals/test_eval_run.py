@@ -187,11 +187,15 @@ def test_a_runner_that_raises_is_a_skipped_point_with_its_reason() -> None:
 
 def test_nothing_scored_is_a_skipped_point_that_names_the_causes() -> None:
     lost = make_sample(None, status=Status.UNSCORED)
-    lost.cause = "ZeroDivisionError"
+    lost.cause = "reward/ZeroDivisionError"
+    lost.detail = "division by zero (rewards.py:3)"
     result = measure(prepare(FakeRunner(lambda _: make_group([[lost]]))))
     assert result.skipped is not None
     assert "'heldout'" in result.skipped
-    assert "{'ZeroDivisionError': 2}" in result.skipped
+    assert result.skipped.endswith(
+        "was scored: 2 reward/ZeroDivisionError; "
+        "the first: reward/ZeroDivisionError: division by zero (rewards.py:3)"
+    )
 
 
 def test_no_prompts_is_a_skipped_point() -> None:

@@ -180,6 +180,22 @@ def test_a_fresh_start_keeps_the_rows_of_an_older_one_aside(tmp_path: Path) -> N
     assert read_rows(tmp_path / "metrics.jsonl.old")[0]["train/loss"] == 0.5
 
 
+def test_fresh_starts_never_overwrite_what_older_ones_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for loss in (0.5, 0.4, 0.3):
+        samples = SampleWriter(tmp_path / "samples", files=FastFiles())
+        recorder = make(tmp_path, samples=samples)
+        recorder.start({})
+        one_step(recorder, 1, loss)
+        recorder.samples(1, "policy", answers(f"of {loss}"))
+    for suffix, loss in (("", 0.3), (".old", 0.5), (".old.2", 0.4)):
+        assert read_rows(tmp_path / f"metrics.jsonl{suffix}")[0]["train/loss"] == loss
+        _, path = find_samples(tmp_path / f"samples{suffix}")
+        assert read_samples(path)[0].text == f"of {loss}"
+    assert caplog.messages[-1].endswith("is kept as metrics.jsonl.old.2 and samples.old.2")
+
+
 @pytest.mark.parametrize("half_done", [False, True])
 def test_a_crash_at_any_write_loses_no_earlier_row(half_done: bool, tmp_path: Path) -> None:
     for at in range(20):
@@ -343,7 +359,8 @@ def test_answers_of_evals_are_kept_where_samples_are(tmp_path: Path) -> None:
     recorder.start({"policy": 2})
     assert find_samples(folder / "eval-held")[0] == 0
     recorder.start({})
-    assert not list((folder / "eval-held").iterdir())
+    assert not folder.exists()
+    assert find_samples(tmp_path / "samples.old" / "eval-held")[0] == 0
 
 
 def test_without_samples_no_answers_are_kept(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -268,9 +269,42 @@ async def times_out_itself(prompt: Prompt, actors: Actors) -> float:
     raise TimeoutError("tool")
 
 
+async def leaves(prompt: Prompt, actors: Actors) -> float:
+    sys.exit(0)
+
+
+async def stops_what_it_stands_in(prompt: Prompt, actors: Actors) -> float:
+    raise BaseExceptionGroup("tools", [SystemExit(1)])
+
+
+def answers_at_once(prompt: Prompt, actors: Actors) -> float:
+    return 1.0
+
+
+async def asks_a_number(prompt: Prompt, actors: Actors) -> float:
+    await actors["policy"](3)  # type: ignore[arg-type]
+    return 1.0
+
+
+async def asks_without_a_role(prompt: Prompt, actors: Actors) -> float:
+    await actors["policy"]([{"content": "x"}])  # type: ignore[typeddict-item]
+    return 1.0
+
+
+async def counts_in_words(prompt: Prompt, actors: Actors) -> Outcome:
+    await actors["policy"](prompt)
+    return Outcome({"policy": 1.0}, metrics={"turns": "three"})  # type: ignore[dict-item]
+
+
 @pytest.mark.parametrize(
     ("env", "cause", "num_trained"),
     [
+        (leaves, "env/SystemExit", 0),
+        (stops_what_it_stands_in, "env/BaseExceptionGroup", 0),
+        (answers_at_once, "env/not_async", 0),
+        (asks_a_number, "env/TypeError", 0),
+        (asks_without_a_role, "env/TypeError", 0),
+        (counts_in_words, "env/bad_metric", 2),
         (raises, "env/LookupError", 2),
         (cancels_itself, "env/CancelledError", 0),
         (hangs, "env/timeout", 2),
@@ -296,6 +330,40 @@ def test_a_failing_environment_names_its_line() -> None:
     (sample,) = collect(runner, "1")[0].samples()
     assert "no such tool" in sample.detail
     assert "in raises" in sample.detail.partition("\n")[0]
+
+
+def test_a_failed_episode_has_no_metrics_and_its_siblings_live() -> None:
+    seen = []
+
+    async def env(prompt: Prompt, actors: Actors) -> Outcome:
+        seen.append(prompt.text)
+        await actors["policy"](prompt)
+        value: Any = "three" if len(seen) == 1 else 3
+        return Outcome({"policy": 1.0}, metrics={"turns": value})
+
+    runner = make(ScriptedEngine(lambda request: said("1")), env=env)
+    (group,) = collect(runner, "1")
+    assert statuses([group]) == [("failed", "env/bad_metric"), ("completed", None)]
+    assert [episode.metrics for episode in group.episodes] == [{}, {"turns": 3.0}]
+    assert "metrics['turns'] is str 'three'" in next(group.samples()).detail
+
+
+def test_a_role_without_a_reward_is_named() -> None:
+    env = returning(Outcome({}))
+    runner = make(ScriptedEngine(lambda request: said("1")), env=env, samples_per_prompt=1)
+    (sample,) = collect(runner, "1")[0].samples()
+    assert (sample.cause, sample.detail) == (
+        "env/none",
+        "the environment gave no reward for the role 'policy'",
+    )
+
+
+def test_ctrl_c_in_an_environment_ends_the_run() -> None:
+    async def env(prompt: Prompt, actors: Actors) -> float:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        collect(make(ScriptedEngine(lambda request: said("1")), env=env), "1")
 
 
 def returning(result: Any) -> Any:

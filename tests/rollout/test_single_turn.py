@@ -11,7 +11,7 @@ from rollout_fakes import FakeReward
 from paceline.errors import ConfigError
 from paceline.rollout.env import Reply
 from paceline.rollout.score import Score
-from paceline.rollout.single_turn import SingleTurn, load_env, to_outcome
+from paceline.rollout.single_turn import SingleTurn, load_env
 from paceline.types import Prompt
 
 PROMPT = Prompt(id="p", text="1+1=", answer="2")
@@ -84,8 +84,60 @@ def test_single_turn_needs_a_reward() -> None:
         load_env("single_turn")
 
 
-def test_results_by_role_and_for_all_roles() -> None:
-    roles = ("white", "black")
-    assert to_outcome({"white": 1.0, "black": None}, roles).rewards == {"white": 1.0, "black": None}
-    assert to_outcome(0.5, roles).rewards == {"white": 0.5, "black": 0.5}
-    assert to_outcome({"style": 0.5}, roles).parts == {r: {"style": 0.5} for r in roles}
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def play(prompt, actors):\n    return 1.0", "is not async: write `async def`"),
+        ("class play:\n    def __call__(self, prompt, actors):\n        return 1", "is not async"),
+        ("async def play(prompt):\n    return 1.0", r"takes \(prompt\), .*too many positional"),
+        ("async def play(prompt, actors, tool):\n    return 1.0", "missing .* argument: 'tool'"),
+        ("async def play(reward, actors):\n    return 1.0", "multiple values for .*'reward'"),
+        ("import no_such_package_here", "can not be loaded: .*no_such_package_here.*env.py:1"),
+        ("def play(:", "can not be loaded: SyntaxError: .*env.py, line 1"),
+        ("import sys\nsys.exit(0)", r"can not be loaded: SystemExit: 0 \(.*env.py:2"),
+        ("import asyncio\nraise asyncio.CancelledError", "can not be loaded: CancelledError"),
+        ("class play:\n    def __init__(self):\n        exit()", "SystemExit.*env.py:3"),
+    ],
+)
+def test_environments_that_can_not_be_used_are_found_when_they_are_loaded(
+    tmp_path: Path, source: str, message: str
+) -> None:
+    (tmp_path / "env.py").write_text(source)
+    reward: Any = FakeReward(lambda prompt, text: 0.0)
+    with pytest.raises(ConfigError, match=rf"env = 'env.py:play' .*{message}"):
+        load_env("env.py:play", base=tmp_path, reward=reward)
+
+
+DECORATED = """
+import functools
+
+def traced(function):
+    @functools.wraps(function)
+    def call(*values, **named):
+        return function(*values, **named)
+    return call
+
+def bare(function):
+    return lambda *values: function(*values)
+
+@traced
+async def wrapped(prompt, actors, reward):
+    return 1.0
+
+@bare
+async def hidden(prompt, actors):
+    return 2.0
+"""
+
+
+def test_decorated_environments_are_taken(tmp_path: Path) -> None:
+    (tmp_path / "env.py").write_text(DECORATED)
+    reward: Any = FakeReward(lambda prompt, text: 0.0)
+    assert play(load_env("env.py:wrapped", base=tmp_path, reward=reward)) == 1.0
+    assert play(load_env("env.py:hidden", base=tmp_path)) == 2.0
+
+
+def test_ctrl_c_while_an_environment_is_imported_is_no_fault_of_it(tmp_path: Path) -> None:
+    (tmp_path / "env.py").write_text("raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
+        load_env("env.py:play", base=tmp_path)

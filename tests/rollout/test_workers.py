@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import pickle
 import select
@@ -115,7 +116,7 @@ def test_what_a_function_sends_in_place_of_its_score_is_not_run(
     tmp_path: Path, as_json: bool
 ) -> None:
     body = b"[1, 2]" if as_json else pickle.dumps(Payload(str(tmp_path / "ran")))
-    forged = frame(body)
+    forged = frame(2, body)
 
     def score(completion: str) -> float:
         for handle in range(3, 20):
@@ -153,6 +154,182 @@ def test_exceptions_of_async_functions_name_the_users_line_too() -> None:
 
 def test_leaving_the_process_by_sys_exit_is_an_exception() -> None:
     assert asyncio.run(call_once(lambda completion: sys.exit(3))).cause == "SystemExit"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, GeneratorExit, asyncio.CancelledError])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_whatever_a_function_raises_is_told_by_its_name(
+    error: type[BaseException], is_async: bool
+) -> None:
+    def score(completion: str) -> float:
+        raise error("stop")
+
+    async def later(completion: str) -> float:
+        raise error("stop")
+
+    async def run() -> list[Score]:
+        function = later if is_async else score
+        pool = WorkerPool({"f": pickled(function)}, num_workers=1, timeout_s=LONG_S)
+        try:
+            await pool.start()
+            before = pool.pids
+            results = [await pool.call("f", VALUES) for _ in range(2)]
+            assert pool.pids == before
+            return results
+        finally:
+            await pool.aclose()
+
+    for result in asyncio.run(run()):
+        assert (result.value, result.cause) == (None, error.__name__)
+        assert "in later" in result.detail or "in score" in result.detail
+
+
+def fork_and(ending: str) -> Callable[[str], float]:
+    def score(completion: str) -> float:
+        if os.fork() == 0:
+            match ending:
+                case "exit":
+                    sys.exit(0)
+                case "raise":
+                    raise KeyboardInterrupt
+        return float(len(completion))
+
+    return score
+
+
+@pytest.mark.parametrize("ending", ["return", "raise", "exit"])
+def test_a_function_that_forks_scores_each_answer_with_its_own_reward(ending: str) -> None:
+    async def run() -> list[float | None]:
+        pool = WorkerPool({"f": pickled(fork_and(ending))}, num_workers=1, timeout_s=LONG_S)
+        try:
+            texts = ["x" * count for count in range(1, 9)]
+            scores = [await pool.call("f", VALUES | {"completion": text}) for text in texts]
+            return [score.value for score in scores]
+        finally:
+            await pool.aclose()
+
+    assert asyncio.run(run()) == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
+
+
+@pytest.mark.parametrize("place", ["import", "unpickling"])
+def test_the_child_of_a_fork_outside_of_the_call_does_not_answer(
+    tmp_path: Path, place: str
+) -> None:
+    (tmp_path / "r.py").write_text(
+        "import os\n"
+        f"if {place == 'import'}:\n    os.fork()\n"
+        "def score(completion):\n    return float(len(completion))\n"
+    )
+
+    class Forking:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (os.fork, ()) if place == "unpickling" else (str, ())
+
+    async def run() -> list[float | None]:
+        spec = LocatedScorer("r.py:score", str(tmp_path))
+        pool = WorkerPool({"f": spec}, num_workers=1, timeout_s=LONG_S)
+        try:
+            texts = [{"completion": "x" * count, "answer": Forking()} for count in range(1, 5)]
+            return [(await pool.call("f", VALUES | text)).value for text in texts]
+        finally:
+            await pool.aclose()
+
+    assert asyncio.run(run()) == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_a_reply_to_another_call_is_a_crash_and_the_process_is_replaced() -> None:
+    body = b'{"value": 9.0}'
+    late, extra = frame(1, body), frame(2, body)
+
+    def score(completion: str) -> float:
+        if completion == "forge":
+            for handle in range(3, 20):
+                with contextlib.suppress(OSError):
+                    os.write(handle, late)
+        if completion == "twice":
+            for handle in range(3, 20):
+                with contextlib.suppress(OSError):
+                    os.write(handle, extra)
+        return 1.0
+
+    async def run() -> list[tuple[float | None, str | None]]:
+        pool = WorkerPool({"f": pickled(score)}, num_workers=1, timeout_s=LONG_S)
+        try:
+            texts = ("forge", "fine", "fine", "fine")
+            scores = [await pool.call("f", VALUES | {"completion": text}) for text in texts]
+            scores += [await other.call("f", VALUES | {"completion": t}) for t in ("twice", "fine")]
+            return [(score.value, score.cause) for score in scores]
+        finally:
+            await pool.aclose()
+            await other.aclose()
+
+    other = WorkerPool({"f": pickled(score)}, num_workers=1, timeout_s=LONG_S)
+    results = asyncio.run(run())
+    assert results[:4] == [(None, "crashed"), (1.0, None), (1.0, None), (1.0, None)]
+    # The forged one has the number of its call: nothing tells it apart. The next call finds out.
+    assert results[4:] == [(9.0, None), (None, "crashed")]
+
+
+FORKING = """
+import os, signal, time
+
+def score(completion, prompt):
+    if completion == "42":
+        return 1.0
+    ready, told = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        if completion == "leave":
+            os.setsid()
+        os.write(told, b"x")
+        time.sleep(1000)
+    os.read(ready, 1)
+    open(prompt, "w").write(str(pid))
+    os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("completion", ["stay", "leave"])
+def test_the_death_of_a_process_that_has_forked_is_seen_at_once(
+    tmp_path: Path, completion: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "r.py").write_text(FORKING)
+    note = tmp_path / "pid"
+
+    async def run() -> tuple[Score, Score, float]:
+        spec = LocatedScorer("r.py:score", str(tmp_path))
+        pool = WorkerPool({"f": spec}, num_workers=1, timeout_s=LONG_S)
+        try:
+            await pool.start()
+            start = time.monotonic()
+            values = VALUES | {"completion": completion, "prompt": str(note)}
+            died = await pool.call("f", values)
+            return died, await pool.call("f", VALUES), time.monotonic() - start
+        finally:
+            await pool.aclose()
+
+    try:
+        died, fine, seconds = asyncio.run(run())
+        assert (died.cause, died.detail) == ("crashed", "the process ended with signal 9")
+        assert fine.value == 1.0
+        assert seconds < LONG_S / 2
+        # What left the process group is its own master.
+        assert completion == "leave" or has_ended(int(note.read_text()))
+    finally:
+        if completion == "leave":
+            os.kill(int(note.read_text()), signal.SIGKILL)
+    gc.collect()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_process_that_closes_its_pipes_is_told_by_its_own_exit_code() -> None:
+    def score(completion: str) -> float:
+        os.closerange(3, 20)
+        os._exit(5)
+
+    result = asyncio.run(call_once(score))
+    assert (result.cause, result.detail) == ("crashed", "the process ended with exit code 5")
 
 
 def test_a_crash_costs_one_call_and_the_pool_goes_on() -> None:
@@ -324,6 +501,7 @@ def test_a_file_of_the_user_is_imported_in_the_child_only(tmp_path: Path) -> Non
         ("def other(completion): return 0.0", "no 'score'"),
         ("import nothing_of_this_name", "nothing_of_this_name"),
         ("1 / 0", "ZeroDivisionError"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
         ("import os; os._exit(3)", "ended the process with exit code 3"),
     ],
 )
@@ -341,8 +519,10 @@ def test_a_function_that_can_not_be_used_is_found_at_start(
             assert pool.pids == []
             await pool.aclose()
 
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as caught:
         asyncio.run(run())
+    assert "worker_main.py" not in str(caught.value)
+    assert "user_code.py" not in str(caught.value)
 
 
 def test_a_hostile_pattern_is_ended_at_the_limit() -> None:
