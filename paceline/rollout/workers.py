@@ -184,7 +184,8 @@ class _Child:
         self._number = 0
         self._is_killed = False
         self.pid = transport.get_pid()
-        self._ended.add_done_callback(lambda _: self._kill_group())
+        self._is_given_up = False
+        self._ended.add_done_callback(lambda _: self._on_end())
 
     @classmethod
     async def spawn(cls) -> _Child:
@@ -251,7 +252,15 @@ class _Child:
         # Not `close`, which waits until everything is written: nobody reads it any more.
         if not self._requests.transport.is_closing():
             self._requests.transport.abort()
-        self._transport.close()
+        self._is_given_up = True
+        if self._ended.done():
+            self._transport.close()
+
+    def _on_end(self) -> None:
+        self._kill_group()
+        if self._is_given_up:
+            # Not sooner: closing polls a process that may have ended, behind asyncio's back.
+            self._transport.close()
 
     def _kill_group(self) -> None:
         # Once only: the number of a group that is gone may be given to another one.
