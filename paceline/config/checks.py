@@ -149,6 +149,17 @@ def groups_for_every_update(run_file: RunFile, situation: Situation) -> Iterator
         )
 
 
+@reads("algorithm")
+def teacher_to_learn_from(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
+    if situation.purpose == "train" and run_file.algorithm.needs_teacher:
+        kind = getattr(run_file.algorithm, "kind", "this algorithm")
+        yield Problem(
+            ("algorithm", "kind"),
+            f"{kind} needs a teacher, and a run file can not name one yet: its loss can be used "
+            "from Python (paceline.algorithms.distill)",
+        )
+
+
 @reads("algorithm", "critic", "run.num_steps")
 def critic_to_learn(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
     critic, steps = run_file.critic, run_file.run.num_steps
@@ -296,6 +307,7 @@ CHECKS: tuple[Check, ...] = (
     group_has_siblings,
     groups_for_every_update,
     critic_to_learn,
+    teacher_to_learn_from,
     completions_to_learn,
     answers_to_learn_from,
     dtype_that_trains,

@@ -185,7 +185,7 @@ def make_start(folder: Path, seed: int) -> Start:
 @functools.cache
 def make_teacher(start: Start) -> Path:
     """A model that knows the task, made once a start."""
-    rows = [json.loads(line) for line in start.prompts.open()]
+    rows = [json.loads(line) for line in start.prompts.read_text().splitlines()]
     return _imitate(start.folder / "teacher", start.model, rows, start.seed)
 
 
@@ -244,7 +244,8 @@ def _imitate(run_dir: Path, model: Path, rows: list[dict[str, str]], seed: int) 
 
 def _late_mean(result: RunResult, metric: str) -> float:
     """Mean over the rows of the run's second half."""
-    rows = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").open()]
+    lines = (result.run_dir / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
     late = [row[metric] for row in rows if row["step"] > result.step / 2]
     return float(sum(late) / len(late))
 
