@@ -124,8 +124,6 @@ class Intake:
         """Check a request; its `limit` is below 1 if the prompt leaves no room for a token."""
         prompt = self.checked(request.tokens, "prompt")
         sampling = request.sampling
-        if "" in sampling.stop:
-            raise EngineError("a stop text is empty: it would end every answer at once")
         if sampling.stop and not self.has_tokenizer:
             raise EngineError("stop texts need a tokenizer, and this engine was made without one")
         room = sampling.max_tokens

@@ -71,7 +71,6 @@ def test_what_ends_an_answer() -> None:
         ([-1], {}, "token ids from -1 to -1"),
         ([2.5], {}, "not a flat list of token ids"),
         ([[2], [3]], {}, "not a flat list of token ids"),
-        ([2], {"stop": ("",)}, "a stop text is empty"),
     ],
 )
 def test_refusals_say_what_is_wrong(tokens: Any, sampling: Any, message: str) -> None:
