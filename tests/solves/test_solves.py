@@ -98,6 +98,14 @@ def test_no_learning_leaves_the_band(
     assert read_bands()[name].problems(outcome), outcome
 
 
+@pytest.mark.slow
+def test_a_critic_that_learns_nothing_leaves_the_band(
+    start_of: Callable[[int], Start], tmp_path: Path
+) -> None:
+    outcome = solve(CASES["ppo"], start_of(0), tmp_path / "ppo", **{"critic.lr": 0.0})
+    assert read_bands()["ppo"].problems(outcome), outcome
+
+
 def test_every_algorithm_has_a_case_and_every_case_a_band() -> None:
     assert {case.kind for case in CASES.values()} == set(ALGORITHMS)
     able = [name for name, case in CASES.items() if case.lacks is None]
