@@ -89,7 +89,8 @@ class EvalsConfig(Config):
     """Seconds that one set may take at one step; after that, its point is left out."""
     background: bool = False
     """Measure a copy of the weights in an engine of its own, while training goes on: costs the
-    memory of the copy. Its points arrive later; they carry the step that they belong to."""
+    memory of the copy. Its points arrive later; `eval/<set>/step` says which step they are of. Of
+    two that arrive together the older one is in `events.jsonl` alone."""
     max_in_flight: Annotated[int, Field(ge=1)] = 2
     """With `background`: most steps that are being measured at one time."""
     on_busy: Literal["wait", "skip"] = "wait"

@@ -100,6 +100,9 @@ async def end(run: Run) -> None:
         await _save(run, run.step)
     if run.is_eval_due(run.step) and run.evaluated_step != run.step:
         await _evaluate(run, run.step)
+    if run.recorder.is_open(run.policy.name):
+        # The data ended in a step that left nothing to learn from: its counts are worth a row.
+        run.recorder.end_step(run.policy.name, run.policy.version)
     run.recorder.event("end", step=run.step, version=run.policy.trainer.version)
     if run.step >= run.first_step and run.trained_tokens == 0:
         raise RolloutError(
@@ -143,25 +146,34 @@ async def _save(run: Run, step: int) -> None:
 
 
 async def _evaluate(run: Run, step: int) -> None:
-    is_last = step > 0 and run.is_last(step)
+    is_last = run.is_last(step)
     with run.recorder.phase("eval"):
         results = await run.evals.dispatch(step, run.policy.version, force=is_last)
         if is_last:
             results += await run.evals.drain()  # ends: by the time that a point may take
     run.evaluated_step = step
+    newest = {result.name: result.step for result in sorted(results, key=lambda r: r.step)}
     for at in sorted({result.step for result in results}):
-        _take_results(run, at, [result for result in results if result.step == at])
+        of_step = [result for result in results if result.step == at]
+        _take_results(run, at, of_step, in_row={n for n, last in newest.items() if last == at})
 
 
-def _take_results(run: Run, step: int, results: list[EvalResult]) -> None:
-    """Log one step's results; they may come in while a later step is under way."""
+def _take_results(run: Run, step: int, results: list[EvalResult], *, in_row: set[str]) -> None:
+    """Keep one step's results; they may come in while a later step is under way.
+
+    in_row: sets whose numbers go into the open row. A row has room for one point of a set; with
+    evals in the background an older one may come in with it, and is told in `events.jsonl` alone.
+    """
     values: dict[str, float] = {}
     for result in results:
         run.recorder.eval_samples(result.step, result.name, result.groups)
         metrics = result.metrics()
         metrics.max(f"eval/{result.name}/step", result.step)
-        run.recorder.log(run.policy.name, metrics)
         values |= metrics.values()
+        if result.name in in_row:
+            run.recorder.log(run.policy.name, metrics)
+        else:
+            run.recorder.event("eval", step=step, set=result.name, values=metrics.values())
         if result.skipped is not None:
             logger.warning("eval %r at step %d was left out: %s", result.name, step, result.skipped)
             run.recorder.event("eval_skipped", step=step, set=result.name, reason=result.skipped)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +24,7 @@ from paceline.models import (
     model_fingerprint,
     restore_model,
 )
+from paceline.observe.files import REAL_FILES, encode_json
 from paceline.trainers.optimizer import moments, set_moments
 from paceline.trainers.values import ValueModel, export_value_model, restore_value_model
 from paceline.weights.tensors import named_tensors
@@ -59,7 +59,7 @@ def save_state(
         "environment": _environment(),
         "model": model_fingerprint(model),
     }
-    (path / STATE_FILE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+    REAL_FILES.write(path / STATE_FILE, encode_json(state, indent=1))
     _sync(path)
 
 
@@ -136,15 +136,7 @@ def _report_changes(path: Path, state: dict[str, Any], settings: dict[str, Any])
 
 
 def _sync(folder: Path) -> None:
-    """fsync every file below the folder, then the folders, so that a rename can commit them."""
+    """Make every file below the folder durable, then the folders, so that a rename commits them."""
     for entry in sorted(folder.rglob("*"), reverse=True):
-        _sync_one(entry)
-    _sync_one(folder)
-
-
-def _sync_one(entry: Path) -> None:
-    handle = os.open(entry, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        REAL_FILES.sync(entry)
+    REAL_FILES.sync(folder)

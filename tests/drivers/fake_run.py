@@ -98,6 +98,7 @@ def make_run(
     critic_only_steps: int = 0,
     updates_per_step: int = 1,
     epochs_per_step: int = 1,
+    snapshots: Any = None,
 ) -> tuple[Run, Log]:
     """A run in `folder`, resumed if there is a checkpoint; with a critic if it has kind ppo."""
     log = Log()
@@ -114,7 +115,9 @@ def make_run(
         log.append(f"collect {step}")
         return RolloutBatch([make_group(draw) for draw in stream.take(PROMPTS_PER_STEP)])
 
-    async def evaluate(step: int, version: int, snapshot: None) -> list[EvalResult]:
+    async def evaluate(step: int, version: int, snapshot: Any) -> list[EvalResult]:
+        if snapshot is not None:
+            await snapshots.may_begin()
         log.append(f"eval {step} version {version}")
         reward = Estimate(step / 10, None, None, None)
         return [EvalResult("held", step, version, reward=reward, num_prompts=1, num_samples=1)]
@@ -159,7 +162,7 @@ def make_run(
         recorder=recorder,
         store=store,
         save_request=SaveRequest(folder / "save"),
-        evals=EvalDispatcher(EvalsConfig(), evaluate),
+        evals=EvalDispatcher(EvalsConfig(max_in_flight=9), evaluate, snapshots),
         cadence=Cadence(
             num_steps,
             save_every,

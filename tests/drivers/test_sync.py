@@ -12,6 +12,7 @@ from drivers.fake_run import Log, make_run, restore
 from paceline.drivers import sync
 from paceline.drivers.run import Run
 from paceline.errors import DataError, RolloutError, WeightError
+from paceline.observe.metrics import Metrics
 from paceline.rollout.batch import RolloutBatch
 
 
@@ -215,3 +216,58 @@ def test_resume_continues_as_if_nothing_had_happened(tmp_path: Path, stop_after:
         return [{k: v for k, v in r.items() if not k.startswith(ignore)} for r in rows(folder)]
 
     assert kept(tmp_path / "part") == kept(tmp_path / "whole")
+
+
+class Held:
+    """Snapshots whose evals all begin when the one of a given step is taken."""
+
+    def __init__(self, until: int) -> None:
+        self._until = until
+        self._begun = asyncio.Event()
+
+    async def take(self, step: int) -> int:
+        if step == self._until:
+            self._begun.set()
+        return step
+
+    async def may_begin(self) -> None:
+        await self._begun.wait()
+
+    async def retire(self, snapshot: int) -> None: ...
+
+
+def test_eval_only_with_snapshots_still_gives_its_numbers(tmp_path: Path) -> None:
+    run, log = make_run(tmp_path, num_steps=0, snapshots=Held(until=0))
+    drive(run)
+    assert log.of("eval") == ["eval 0 version 0"]
+    assert [row["eval/held/reward"] for row in rows(tmp_path)] == [0.0]
+
+
+def test_points_that_come_in_together_are_not_averaged(tmp_path: Path) -> None:
+    held = Held(until=3)
+    run, _ = make_run(tmp_path, num_steps=3, eval_every=1, eval_first=False, snapshots=held)
+    drive(run)
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    told = {e["step"]: e["values"]["eval/held/reward"] for e in events if e["kind"] == "eval"}
+    assert told == {1: 0.1, 2: 0.2}
+    assert [row.get("eval/held/reward") for row in rows(tmp_path)] == [None, None, 0.3]
+    assert rows(tmp_path)[-1]["eval/held/step"] == 3
+
+
+def test_a_step_that_left_nothing_to_learn_from_keeps_its_counts(tmp_path: Path) -> None:
+    run, _ = make_run(tmp_path, num_steps=9, num_epochs=1, save_every=50, eval_every=50)
+    collect = run.collect
+
+    async def second_is_empty(step: int) -> RolloutBatch:
+        if step == 1:
+            return await collect(step)
+        metrics = Metrics()
+        metrics.sum("rollout/dropped_groups/zero_variance", len(run.stream.take(99)))
+        return RolloutBatch([], metrics)
+
+    run.collect = second_is_empty
+    drive(run)
+    assert run.store.steps() == [1]
+    last = rows(tmp_path)[-1]
+    assert (last["step"], last["rollout/dropped_groups/zero_variance"]) == (2, 4)
+    assert last["eval/held/reward"] == 0.1
