@@ -61,7 +61,12 @@ class Text:
 
     def fit(self, *, keeps_all: bool = False) -> Fit:
         """Looks at the tokens of prompts while they are loaded; see `Fit`."""
-        return Fit(lambda prompt: len(self.renderer.encode(prompt)), self.context, keeps_all)
+        return Fit(
+            lambda prompt: len(self.renderer.encode(prompt)),
+            self.context,
+            keeps_all,
+            lambda prompt, completion: len(self.renderer.encode_completion(prompt, completion)),
+        )
 
 
 def make_model(run_file: RunFile, path: Path | None = None) -> PreTrainedModel:
@@ -115,8 +120,12 @@ def load_prompts(run_file: RunFile, given: Given, text: Text) -> tuple[PromptSet
     rules = run_file.data or DataConfig()
     fit = text.fit()
     if given.prompts is None:
-        return load_data(rules, base=run_file.base, fit=fit, supervised=supervised)
-    return (prompts_from_rows(given.prompts, fit=fit, rules=rules, supervised=supervised),)
+        sets = load_data(rules, base=run_file.base, fit=fit, supervised=supervised)
+    else:
+        sets = (prompts_from_rows(given.prompts, fit=fit, rules=rules, supervised=supervised),)
+    for prompts in sets:
+        _tell_left_out(f"data source {prompts.name}", prompts)
+    return sets
 
 
 def make_trainer(
@@ -239,7 +248,7 @@ async def load_eval_sets(
     loaded = []
     for settings in run_file.evals.sets:
         prompts = load_source(settings.data, base=run_file.base, rules=rules, fit=fit)
-        _tell_skipped(settings.name, prompts)
+        _tell_left_out(f"eval set {settings.name}", prompts)
         own = reward
         if settings.reward is not None:
             own = await make_reward(run_file, given, disposer, settings)
@@ -247,7 +256,7 @@ async def load_eval_sets(
     if given.eval_prompts is not None:
         given_set = EvalSet(name=GIVEN_EVAL_SET, data=FileSource(path="(given in Python)"))
         prompts = prompts_from_rows(given.eval_prompts, GIVEN_EVAL_SET, rules=rules, fit=fit)
-        _tell_skipped(GIVEN_EVAL_SET, prompts)
+        _tell_left_out(f"eval set {GIVEN_EVAL_SET}", prompts)
         loaded.append(LoadedEvalSet(given_set, prompts.prompts, reward))
     if loaded and run_file.rollout.env == SINGLE_TURN:
         lacking = [one.settings.name for one in loaded if one.reward is None]
@@ -258,7 +267,9 @@ async def load_eval_sets(
     return loaded
 
 
-def _tell_skipped(name: str, prompts: PromptSet) -> None:
+def _tell_left_out(what: str, prompts: PromptSet) -> None:
     if prompts.bad_rows:
         listed = "; ".join(map(str, prompts.bad_rows[:10]))
-        logger.warning("eval set %s: %d bad rows skipped: %s", name, len(prompts.bad_rows), listed)
+        logger.warning("%s: %d bad rows skipped: %s", what, len(prompts.bad_rows), listed)
+    if prompts.num_filtered:
+        logger.warning("%s: %d prompts left out by their length", what, prompts.num_filtered)

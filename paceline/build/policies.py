@@ -36,7 +36,7 @@ def fingerprint(
     found: dict[str, JsonValue] = {
         "seed": run_file.run.seed,
         "model": {"path": run_file.model.path, **model_fingerprint(model)},
-        "data": stream.fingerprint,
+        "data": stream.identity,
         "algorithm": run_file.algorithm.model_dump(mode="json"),  # type: ignore[attr-defined]
     }
     if critic is not None:

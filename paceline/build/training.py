@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -45,6 +46,9 @@ from paceline.rollout.batch import RolloutBatch, collect_batch
 from paceline.rollout.rewards import Reward
 from paceline.trainers.threads import choose_threads
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 logger = logging.getLogger(__name__)
 
 
@@ -68,7 +72,7 @@ async def _train(run_file: RunFile, given: Given) -> RunResult:
 
 
 async def open_run(run_file: RunFile, given: Given, disposer: Disposer) -> Run:
-    """Build every part, in the order in which a mistake is cheapest to find, and restore."""
+    """Build every part and restore it; prompts are read as soon as there is a model to fit them."""
     run_dir = run_file.run_dir
     store = CheckpointStore(run_dir / "checkpoints", run_file.checkpoint)
     for note in store.prepare():
@@ -153,15 +157,8 @@ def _set_threads(run_file: RunFile, state: RunState | None) -> int:
 
 
 def _make_stream(run_file: RunFile, given: Given, text: Text) -> PromptStream:
-    sets = load_prompts(run_file, given, text)
-    for one in sets:
-        if one.bad_rows:
-            listed = "; ".join(f"{row.where}: {row.reason}" for row in one.bad_rows[:10])
-            logger.warning("%s: %d bad rows skipped: %s", one.name, len(one.bad_rows), listed)
-        if one.num_filtered:
-            logger.warning("%s: %d prompts filtered by length", one.name, one.num_filtered)
     return PromptStream(
-        sets,
+        load_prompts(run_file, given, text),
         seed=run_file.run.seed,
         shuffle=run_file.data.shuffle if run_file.data else True,
         num_epochs=run_file.run.num_epochs,
@@ -196,7 +193,7 @@ def _collector(
     stream: PromptStream,
     text: Text,
     reward: Reward | None,
-) -> Callable[[int], Any]:
+) -> Callable[[int], Awaitable[RolloutBatch]]:
     """Rollouts, or rows straight from the data."""
     num_prompts = run_file.rollout.prompts_per_step
     if not policy.algorithm.learns_from_rollouts:
@@ -220,7 +217,7 @@ def _make_evals(
     eval_sets: list[LoadedEvalSet],
     policy: Policy,
     text: Text,
-    model: Any,
+    model: PreTrainedModel,
 ) -> EvalDispatcher[EmbeddedEngine]:
     async def evaluate(
         step: int, version: int, snapshot: EmbeddedEngine | None
@@ -243,7 +240,7 @@ def _make_evals(
     return EvalDispatcher(run_file.evals, evaluate, snapshots)
 
 
-def _request_path(run_file: RunFile) -> Any:
+def _request_path(run_file: RunFile) -> Path | None:
     name = run_file.checkpoint.save_request_file
     return None if name is None else run_file.run_dir / name
 

@@ -31,11 +31,19 @@ class Fit:
     """Most tokens of prompt plus answer; None: no limit is known."""
     keeps_all: bool = False
     """A prompt of more than `max_prompt_tokens` is a bad row instead of being filtered."""
+    completion_length: Callable[[Prompt, str], int] | None = None
+    """Number of tokens of the completion of a supervised row."""
 
-    def accepts(self, prompt: Prompt, limit: int | None) -> bool:
-        """False if the prompt is to be filtered. Raises RowError if it can not be used."""
+    def accepts(self, prompt: Prompt, limit: int | None, completion: str | None = None) -> bool:
+        """False if the prompt is to be filtered. Raises RowError if it can not be used.
+
+        completion: what follows the prompt in a supervised row.
+        """
+        num_more = 0
         try:
             length = self.length(prompt)
+            if completion is not None and self.completion_length is not None:
+                num_more = self.completion_length(prompt, completion)
         except PacelineError as error:
             raise RowError(str(error)) from error
         # Chat templates refuse conversations by exceptions of their own.
@@ -53,6 +61,11 @@ class Fit:
                 f"has {length} tokens, and the context of {self.context} leaves no room for an "
                 "answer: shorten it, or raise engine.max_context as far as the model allows; "
                 "data.max_prompt_tokens leaves long training prompts out"
+            )
+        if self.context is not None and length + num_more > self.context:
+            raise RowError(
+                f"has {length} tokens and {num_more} in its completion, more than the context of "
+                f"{self.context}: shorten it, or take a model with a longer context"
             )
         return True
 
@@ -141,8 +154,8 @@ def gather(
         try:
             prompt, content = _read(reader, row)
             _check_new(prompt.id, row.where, seen)
-            context = split_completion(prompt)[0] if supervised else prompt
-            fits = fit is None or fit.accepts(context, rules.max_prompt_tokens)
+            context, completion = split_completion(prompt) if supervised else (prompt, None)
+            fits = fit is None or fit.accepts(context, rules.max_prompt_tokens, completion)
         except RowError as error:
             bad.append(BadRow(row.where, str(error)))
             continue

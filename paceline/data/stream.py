@@ -128,6 +128,13 @@ class PromptStream:
         text = json.dumps(self._identity(), sort_keys=True)
         return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What `fingerprint` hashes, by source, so that two streams can be compared in words."""
+        identity = self._identity()
+        sources = {source.pop("name"): source for source in identity["sources"]}
+        return {"shuffle": identity["shuffle"], "sources": sources}
+
     def take(self, n: int) -> list[Draw]:
         """The next n draws: fewer at the end, none once the stream is exhausted.
 

@@ -125,7 +125,8 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _report_changes(path: Path, state: dict[str, Any], settings: dict[str, Any]) -> None:
     """Settings may change on purpose; an environment that changed unnoticed changes last bits."""
-    parts = [(state["settings"], settings, logging.INFO, "")]
+    as_saved = json.loads(encode_json(settings))  # infinities are strings in a file
+    parts = [(state["settings"], as_saved, logging.INFO, "")]
     note = "; numbers will not be bit-identical"
     parts.append((state["environment"], _environment(), logging.WARNING, note))
     for before, now, level, note in parts:

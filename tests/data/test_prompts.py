@@ -362,3 +362,15 @@ def test_the_length_filter_sees_the_context_of_supervised_rows():
         rows, rules=rules, fit=Fit(lambda prompt: len(prompt.messages or ())), supervised=True
     )
     assert (len(prompts), prompts.num_filtered) == (1, 1)
+
+
+def test_a_supervised_row_must_fit_with_its_completion() -> None:
+    rows = [{"prompt": "ab", "completion": "cd"}, {"prompt": "ab", "completion": "cde"}]
+    fit = Fit(
+        lambda prompt: len(prompt.text or ""),
+        context=5,
+        completion_length=lambda _, completion: len(completion) + 1,
+    )
+    with pytest.raises(DataError, match=r"rows\[1\].*2 tokens and 4 in its completion.*of 5"):
+        prompts_from_rows(rows, "rows", fit=fit, supervised=True)
+    assert len(prompts_from_rows(rows[:1], "rows", fit=fit, supervised=True)) == 1

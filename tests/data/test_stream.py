@@ -319,6 +319,17 @@ def test_damaged_states_are_refused(change, message):
     assert stream.take(1)[0].ordinal == 3
 
 
+def test_the_identity_names_each_source():
+    stream = make_stream(make_set("a", 5), make_set("b", 3), shuffle=False)
+    assert stream.identity == {
+        "shuffle": False,
+        "sources": {
+            "a": {"prompts": 5, "weight": None, "fingerprint": make_set("a", 5).fingerprint},
+            "b": {"prompts": 3, "weight": None, "fingerprint": make_set("b", 3).fingerprint},
+        },
+    }
+
+
 def test_fingerprints_tell_streams_apart():
     sets = [
         make_stream(),

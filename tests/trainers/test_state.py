@@ -6,6 +6,7 @@ import asyncio
 import copy
 import json
 import logging
+import math
 import os
 from pathlib import Path
 
@@ -207,3 +208,10 @@ def test_changed_settings_and_surroundings_are_named_and_accepted(tmp_path, capl
     assert surroundings.levelno == logging.WARNING
     assert "another threads" in surroundings.getMessage()
     assert "bit-identical" in surroundings.getMessage()
+
+
+def test_an_infinite_setting_that_stayed_is_no_change(tmp_path, caplog):
+    _save(make_trainer(max_grad_norm=math.inf), tmp_path)
+    with caplog.at_level(logging.INFO, "paceline.trainers.state"):
+        _load(make_trainer(max_grad_norm=math.inf), tmp_path)
+    assert not caplog.records
