@@ -61,9 +61,11 @@ class Renderer:
     def encode_text(self, text: str) -> list[int]:
         """Plain text, with the tokenizer's start token but no end token."""
         ids = self._ids(self.tokenizer(text, add_special_tokens=True))
-        # An end token that is not in the text itself was put there by the tokenizer.
-        if ids and ids[-1] in self.end_ids and self._plain_ids(text)[-1:] != ids[-1:]:
-            ids.pop()
+        if ids and ids[-1] in self.end_ids:
+            # It may stand in the text itself, and then it stays.
+            plain = self._plain_ids(text)
+            while ids and ids[-1] in self.end_ids and ids[len(ids) - len(plain) :] != plain:
+                ids.pop()
         return self._one_start(ids)
 
     def encode_messages(self, messages: Sequence[Message]) -> list[int]:
