@@ -101,6 +101,8 @@ def test_file_sizes() -> None:
     sizes = {path: len(path.read_text().splitlines()) for path in FILES}
     too_long = {str(p.relative_to(PACKAGE)): n for p, n in sizes.items() if n > 450}
     assert not too_long
+    tests = sorted(Path(__file__).parent.rglob("*.py"))
+    assert not [path.name for path in tests if len(path.read_text().splitlines()) > 450]
     assert sum(n > 300 for n in sizes.values()) <= 0.15 * len(sizes)
 
 
