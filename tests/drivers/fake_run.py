@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from paceline.checkpoint import CheckpointStore
 from paceline.checkpoint_settings import CheckpointConfig
 from paceline.data.prompts import PromptSet
 from paceline.data.stream import PromptStream
+from paceline.drivers import sync
 from paceline.drivers.memory import MemoryConfig, make_memory_plan
 from paceline.drivers.run import Cadence, Run
 from paceline.drivers.schedule import SaveRequest
@@ -185,3 +188,21 @@ async def restore(run: Run) -> None:
     found = run.store.newest().checkpoint
     if found is not None:
         await restore_policy(run.policy, found, found.state())
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    """What a run wrote into its metrics."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def drive(run: Run) -> None:
+    """Restore and run to the end, and let go of the folder whatever happens."""
+
+    async def body() -> None:
+        await restore(run)
+        await sync.drive(run)
+
+    try:
+        asyncio.run(body())
+    finally:
+        run.store.close()

@@ -8,35 +8,17 @@ import shutil
 from pathlib import Path
 
 import pytest
-from drivers.fake_run import Log, make_group, make_run, restore
+from drivers.fake_run import Log, drive, make_group, make_run, rows
 
 from paceline.algorithms import ALGORITHMS
 from paceline.build.policies import restore_policy
 from paceline.checkpoint import PolicyProgress
-from paceline.drivers import sync
 from paceline.drivers.memory import MemoryConfig, make_memory_plan
-from paceline.drivers.run import Run
 from paceline.errors import CheckpointError
 from paceline.policy import Policy
 from paceline.testing import FakeEngine, FakeTrainer, MemoryLedger
 from paceline.types import Draw, Prompt, Row
 from paceline.weights.base import WeightPlan
-
-
-def rows(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def drive(run: Run) -> None:
-    async def body() -> None:
-        await restore(run)
-        await sync.drive(run)
-
-    try:
-        asyncio.run(body())
-    finally:
-        run.store.close()
-
 
 CRITIC = ["critic-forward_backward", "critic-optim_step"]
 ACTOR = ["forward_backward", "optim_step"]

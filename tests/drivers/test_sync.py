@@ -7,28 +7,12 @@ import json
 from pathlib import Path
 
 import pytest
-from drivers.fake_run import Log, make_run, restore
+from drivers.fake_run import Log, drive, make_run, rows
 
 from paceline.drivers import sync
-from paceline.drivers.run import Run
 from paceline.errors import DataError, RolloutError, WeightError
 from paceline.observe.metrics import Metrics
 from paceline.rollout.batch import RolloutBatch
-
-
-def rows(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def drive(run: Run) -> None:
-    async def body() -> None:
-        await restore(run)
-        await sync.drive(run)
-
-    try:
-        asyncio.run(body())
-    finally:
-        run.store.close()
 
 
 def test_one_step_in_order(tmp_path: Path) -> None:
