@@ -70,6 +70,7 @@ def explain(name: str = "") -> str:
         return _explain_file()
     if "/" in name:
         return _explain_metric(name)
+    name = _of_named_table(name)
     keys = keys_of(RunFile)
     if found := [key for key in keys if key.plain_path == name]:
         return _explain_found(found)
@@ -89,6 +90,17 @@ def explain(name: str = "") -> str:
         paths = join_words(list(dict.fromkeys(key.plain_path for key in found)), "and")
         return f"{name} is a key of several blocks: {paths}."
     raise ConfigError(_unknown(name, keys))
+
+
+def _of_named_table(name: str) -> str:
+    """`policies.solver.trainer.lr` is explained as `trainer.lr`, which it stands for."""
+    parts = name.split(".")
+    tables = [key.plain_path.partition(".<")[0] for key in keys_of(RunFile) if "<name>" in key.path]
+    if len(parts) < 2 or parts[0] not in tables:
+        return f"{name}.<name>" if name in tables else name
+    named = ".".join([parts[0], "<name>", *parts[2:]])
+    is_known = named in _paths() or len(parts) < 4
+    return named if is_known else ".".join(parts[2:])
 
 
 def _unknown(name: str, keys: Sequence[Key]) -> str:

@@ -43,15 +43,16 @@ class ModelConfig(Config):
 
 
 def load_model(
-    config: ModelConfig, *, seed: int, device: str | torch.device = "cpu"
+    config: ModelConfig, *, seed: int, device: str | torch.device = "cpu", key: str = "model"
 ) -> PreTrainedModel:
     """The causal language model of `config`, in evaluation mode, on the device.
 
-    `seed` matters with `random_init` only: it decides the weights. Raises ConfigError if the model
-    can not be found or loaded, or if its files lack weights.
+    `seed` matters with `random_init` only: it decides the weights. key: the block of the run file
+    that `config` stands in, for errors. Raises ConfigError if the model can not be found or loaded,
+    or if its files lack weights.
     """
-    model, missing = _load(config, seed, "model")
-    _refuse_missing(config, missing, "model")
+    model, missing = _load(config, seed, key)
+    _refuse_missing(config, missing, key)
     loaded: PreTrainedModel = model.to(device).eval()
     return loaded
 
@@ -115,11 +116,14 @@ def _create(config: ModelConfig, source: str, seed: int) -> tuple[Any, list[str]
         return AutoModelForCausalLM.from_config(architecture, **settings), []
 
 
-def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of `config`; its pad token is the end token where it has none of its own."""
+def load_tokenizer(config: ModelConfig, *, key: str = "model") -> PreTrainedTokenizerBase:
+    """The tokenizer of `config`; its pad token is the end token where it has none of its own.
+
+    key: the block of the run file that `config` stands in, for errors.
+    """
     from transformers import AutoTokenizer
 
-    key = "model.path" if config.tokenizer is None else "model.tokenizer"
+    block, key = key, f"{key}.path" if config.tokenizer is None else f"{key}.tokenizer"
     named = config.path if config.tokenizer is None else config.tokenizer
     trust = config.trust_remote_code
     source = _locate(named, key=key, needs=None)
@@ -142,7 +146,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
             tokenizer.chat_template = template.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"model.chat_template = {config.chat_template!r} can not be read: {error}"
+                f"{block}.chat_template = {config.chat_template!r} can not be read: {error}"
             ) from error
     return tokenizer
 

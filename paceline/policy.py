@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from paceline.algorithms.base import Algorithm, Credit
 from paceline.data.packing import (
@@ -15,6 +16,7 @@ from paceline.data.packing import (
 )
 from paceline.engines.base import Engine
 from paceline.observe.metrics import Metrics
+from paceline.teachers.base import Teacher
 from paceline.trainers.base import AREAS, Head, Place, Trainer
 from paceline.types import Batch, Group, Row
 from paceline.weights.base import PauseMode, Transport, WeightPlan
@@ -38,8 +40,10 @@ class Policy:
     """Learns what the algorithm's `critic` says; there if the algorithm has one."""
     critic_only_steps: int = 0
     """First steps in which the critic learns alone."""
+    teacher: Teacher | None = None
+    """Grades the rows; there if the algorithm needs one."""
     takes_turns: bool = False
-    """The trainer and its critic are never on the device together."""
+    """Trainer, critic and teacher are never on the device together."""
 
     async def learn(
         self, groups: Sequence[Group], *, critic_only: bool = False
@@ -52,6 +56,9 @@ class Policy:
         batches = make_batches(groups, self.name, self.algorithm, self.updates_per_step)
         rows = [row for batch in batches for row in batch.rows]
         num_updates = 0 if critic_only else len(batches) * self.epochs_per_step
+        if self.teacher is not None:
+            await self._take_turn(self.teacher)
+            await self.teacher.grade(rows)
         await self._score(rows, moves_away=num_updates > 1)
         await self._value(rows)
         credit = self.algorithm.credit(groups, self.name, read_scores(groups, self.name, rows))
@@ -107,19 +114,35 @@ class Policy:
     async def place(self, where: Place) -> None:
         """Move to the host what trains, or to the device what works first when it learns."""
         if where == "host":
-            await self.trainer.place("host")
-            if self.critic is not None:
-                await self.critic.place("host")
+            for one in self._movable:
+                await one.place("host")
         else:
             is_scored = self.algorithm.needs_reference or self.algorithm.needs_old_logprobs
             first = self.trainer if self.critic is None or is_scored else self.critic
-            await first.place("device")
+            await self._bring(self.teacher or first)
 
-    async def _take_turn(self, trainer: Trainer) -> None:
-        """Bring one of the two to the device, after the other has left."""
-        if self.takes_turns and self.critic is not None:
-            await (self.critic if trainer is self.trainer else self.trainer).place("host")
-            await trainer.place("device")
+    @property
+    def _movable(self) -> list[Trainer | Teacher]:
+        """All that works when the policy learns."""
+        found = (self.trainer, self.critic, self.teacher)
+        return [one for one in found if one is not None]
+
+    async def _take_turn(self, one: Trainer | Teacher) -> None:
+        """Bring one of them to the device, after the others have left."""
+        if self.takes_turns and len(self._movable) > 1:
+            await self._bring(one)
+
+    async def _bring(self, one: Trainer | Teacher) -> None:
+        for other in self._movable:
+            if other is not one:
+                await other.place("host")
+        await one.place("device")
+
+    async def save(self, folder: Path, critic_folder: Path) -> None:
+        """Write the trainer, and the critic if there is one; durable on return."""
+        await self.trainer.save(folder)
+        if self.critic is not None:
+            await self.critic.save(critic_folder)
 
     async def publish(self) -> None:
         """Bring the engines to the trainer's version; on failure none serves it.

@@ -118,6 +118,8 @@ class Sample:
     """What made a sample failed, unscored or aborted, in words to count by: `reward/timeout`."""
     detail: str = ""
     """More about the cause, for people to read: a message, the line of the user's code."""
+    label: str = ""
+    """Which of several players spoke, such as the earlier self that was drawn."""
 
     def validate(self) -> None:
         """Raise ValueError if the columns do not fit each other."""
@@ -157,6 +159,9 @@ class Episode:
     samples: list[Sample]
     metrics: dict[str, float] = field(default_factory=dict)
     """Numbers that the environment reports, such as turns or tool calls."""
+    others: list[Sample] = field(default_factory=list)
+    """What roles said that do not learn, for people to read. Never trained on; a reward is kept
+    where the environment gave one. Without tokens where they are not known."""
 
     @property
     def is_trainable(self) -> bool:

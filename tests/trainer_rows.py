@@ -28,7 +28,8 @@ class PlainPolicyGradient:
     kl_coef: float = 0.0
     entropy_coef: float = 0.0
     sequence_coef: float = 0.5
-    needs_critic: bool = False
+    needs_teacher: bool = False
+    teacher_top_k: int = 0
     learns_from_rollouts: bool = True
     min_group_size: int = 1
 

@@ -113,6 +113,14 @@ class Objective(Protocol):
         """True if the frozen reference must score the rows."""
 
     @property
+    def needs_teacher(self) -> bool:
+        """True if a teacher must score the rows."""
+
+    @property
+    def teacher_top_k(self) -> int:
+        """How many of a teacher's most likely tokens the loss wants at each position; 0: none."""
+
+    @property
     def needs_entropy_gradient(self) -> bool:
         """True if the entropy is a term of the loss."""
 
@@ -130,14 +138,6 @@ class Algorithm(Objective, Protocol):
     @property
     def needs_old_logprobs(self) -> bool:
         """True if `credit` wants the trainer's own log-probs before the first update."""
-
-    @property
-    def needs_teacher(self) -> bool:
-        """True if a teacher must score the rows."""
-
-    @property
-    def teacher_top_k(self) -> int:
-        """How many of a teacher's most likely tokens the loss wants at each position; 0: none."""
 
     @property
     def critic(self) -> Objective | None:

@@ -25,6 +25,8 @@ class ValueObjective:
     value_clip: float | None = None
     """How far a value may move from what it was before the first update; None: any distance."""
     needs_reference: bool = False
+    needs_teacher: bool = False
+    teacher_top_k: int = 0
     needs_entropy_gradient: bool = False
     learns_from_rollouts: bool = True
 

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from paceline.build.loop import run_to_end
+from paceline.build.parts import make_model, make_text
 from paceline.build.policies import POLICY
 from paceline.build.recorded import (
     RecordedStep,
@@ -23,9 +25,11 @@ from paceline.build.recorded import (
     recorded_threads,
 )
 from paceline.build.scoring import RowScorer, clipped_tokens, token_losses
+from paceline.build.teachers import open_teacher
 from paceline.config import RunFile
 from paceline.data.packing import make_rows, samples_of, split_updates
-from paceline.errors import DataError, TrainerError
+from paceline.drivers.dispose import Disposer
+from paceline.errors import ConfigError, DataError, EngineError, TrainerError
 from paceline.models import load_tokenizer
 from paceline.observe.regroup import regroup, to_sample
 from paceline.observe.samples import SampleRecord
@@ -54,6 +58,8 @@ class TokenNumbers:
     """Log-prob under the weights after the step."""
     ratio: float | None = None
     """exp(new - old)."""
+    teacher: float | None = None
+    """Log-prob that a teacher gives the token."""
     is_clipped: bool | None = None
     """Whether the algorithm counts the token as clipped at that ratio."""
     advantage: float | None = None
@@ -223,6 +229,8 @@ def _add_models(recorded: RecordedStep, numbers: SampleNumbers, row: Row) -> Non
     if run_file.algorithm.needs_reference:
         inputs = RowScorer(run_file, None).inputs(row)
         row.reference_logprobs_T = _column(row, inputs.logprobs_N)
+    if run_file.algorithm.needs_teacher:
+        _add_teacher(run_file, numbers, row)
     folder = None if before is None else before.policy_folder(POLICY) / "model"
     inputs = RowScorer(run_file, folder).inputs(row)
     trained = numbers.trained
@@ -249,6 +257,29 @@ def _add_models(recorded: RecordedStep, numbers: SampleNumbers, row: Row) -> Non
         token.new = new
         token.ratio = math.exp(min(new - (token.old or 0.0), 700.0))
         token.is_clipped = None if clipped is None else clipped[i]
+
+
+def _add_teacher(run_file: RunFile, numbers: SampleNumbers, row: Row) -> None:
+    """What the teacher says; a server that is gone leaves it out."""
+
+    async def grade() -> None:
+        async with Disposer() as disposer:
+            model = make_model(run_file)
+            text = make_text(run_file, model)
+            teacher = await open_teacher(run_file, model, text, disposer)
+            if teacher is not None:
+                await teacher.place("device")
+                await teacher.grade([row])
+
+    try:
+        run_to_end(grade)
+    except (ConfigError, EngineError) as error:
+        numbers.notes.append(f"the teacher's log-probs are left out: {error}")
+        return
+    assert row.teacher_logprobs_T is not None
+    found = row.teacher_logprobs_T[row.mask_T].tolist()
+    for token, logprob in zip(numbers.trained, found, strict=True):
+        token.teacher = logprob
 
 
 def _column(row: Row, values_N: Tensor) -> Any:

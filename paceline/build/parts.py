@@ -204,7 +204,10 @@ def make_runner(
     policy: str,
     eval_set: EvalSet | None = None,
 ) -> Runner:
-    env = load_env(run_file.rollout.env, base=run_file.base, reward=reward)
+    needs_reward = eval_set is not None or run_file.algorithm.needs_reward
+    env = load_env(
+        run_file.rollout.env, base=run_file.base, reward=reward, needs_reward=needs_reward
+    )
     return Runner(
         engine,
         text.renderer,

@@ -19,6 +19,7 @@ from paceline.drivers.dispose import Disposer
 from paceline.errors import CheckpointError
 from paceline.models import model_fingerprint
 from paceline.policy import Policy
+from paceline.teachers.base import Teacher
 from paceline.trainers.values import ValueModel
 from paceline.types import JsonValue
 
@@ -30,7 +31,11 @@ POLICY = "policy"
 
 
 def fingerprint(
-    run_file: RunFile, model: PreTrainedModel, critic: ValueModel | None, stream: PromptStream
+    run_file: RunFile,
+    model: PreTrainedModel,
+    critic: ValueModel | None,
+    stream: PromptStream,
+    teacher: Teacher | None = None,
 ) -> dict[str, JsonValue]:
     """What a resumed run must share. Learning rate, cadence and length of the run may change."""
     found: dict[str, JsonValue] = {
@@ -41,6 +46,8 @@ def fingerprint(
     }
     if critic is not None:
         found["critic"] = {"path": run_file.critic_model.path, **model_fingerprint(critic)}
+    if teacher is not None:
+        found["teacher"] = teacher.identity
     return found
 
 
@@ -51,6 +58,7 @@ def make_policy(
     text: Text,
     num_steps: int,
     disposer: Disposer,
+    teacher: Teacher | None = None,
 ) -> Policy:
     """Trainer, critic and engine; each is owned by the disposer as soon as it exists."""
     algorithm, config = run_file.algorithm, run_file.trainer
@@ -83,6 +91,7 @@ def make_policy(
         epochs_per_step=config.epochs_per_step,
         critic=critic,
         critic_only_steps=critic_only,
+        teacher=teacher,
         takes_turns=run_file.memory.order != "none",
     )
 

@@ -44,6 +44,7 @@ from paceline.build.recorded import (
     recorded_threads,
 )
 from paceline.build.rescore import rescore
+from paceline.build.teachers import open_teacher
 from paceline.config import RunFile
 from paceline.data.packing import make_rows
 from paceline.data.stream import steps_for_epochs
@@ -113,7 +114,8 @@ async def _replay(recorded: RecordedStep, tolerance: Tolerance) -> Replay:
         text = make_text(run_file, model)
         critic_model = make_critic_model(run_file, text)
         num_steps = _num_steps(run_file, text)
-        policy = make_policy(run_file, model, critic_model, text, num_steps, disposer)
+        teacher = await open_teacher(run_file, model, text, disposer)
+        policy = make_policy(run_file, model, critic_model, text, num_steps, disposer, teacher)
         weights = "the model of the run file"
         if checkpoint is not None:
             await restore_policy(policy, checkpoint, checkpoint.state())

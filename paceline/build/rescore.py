@@ -49,8 +49,11 @@ class Rescoring:
 async def rescore(recorded: RecordedStep, text: Text, disposer: Disposer) -> Rescoring:
     """Score all answers of the step, those that were not trained on included."""
     run_file = recorded.run_file
+    is_rewarded = any(record.reward is not None for record in recorded.records)
     if not run_file.algorithm.learns_from_rollouts:
         return Rescoring()
+    if not is_rewarded and not run_file.algorithm.needs_reward:
+        return Rescoring(notes=["there are no rewards to recompute: the algorithm needs none"])
     if reason := _obstacle(run_file):
         return Rescoring(notes=[f"rewards are not recomputed: {reason}"])
     try:

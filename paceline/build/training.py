@@ -28,6 +28,7 @@ from paceline.build.policies import POLICY, fingerprint, make_policy, restore_po
 from paceline.build.recording import make_recorder
 from paceline.build.results import RunResult
 from paceline.build.snapshots import EngineSnapshots
+from paceline.build.teachers import open_teacher
 from paceline.checkpoint import Checkpoint, CheckpointStore, RunState, check_compatible, step_name
 from paceline.config import RunFile, write_run_file
 from paceline.data.stream import PromptStream, steps_for_epochs
@@ -36,6 +37,7 @@ from paceline.drivers.dispose import Disposer
 from paceline.drivers.memory import make_memory_plan
 from paceline.drivers.run import Cadence, Run
 from paceline.drivers.schedule import SaveRequest
+from paceline.drivers.supply import Pull
 from paceline.drivers.supervised import supervised_batch
 from paceline.engines.embedded import EmbeddedEngine
 from paceline.errors import CheckpointError, ConfigError
@@ -88,12 +90,13 @@ async def open_run(run_file: RunFile, given: Given, disposer: Disposer) -> Run:
     critic_model = make_critic_model(run_file, text)
     stream = _make_stream(run_file, given, text)
     eval_sets = await load_eval_sets(run_file, given, text, disposer, reward)
-    needed = fingerprint(run_file, model, critic_model, stream)
+    teacher = await open_teacher(run_file, model, text, disposer)
+    needed = fingerprint(run_file, model, critic_model, stream, teacher)
     if state is not None:
         check_compatible(state, needed, str(store.root / step_name(state.step)))
 
     cadence = _cadence(run_file, stream, has_evals=bool(eval_sets))
-    policy = make_policy(run_file, model, critic_model, text, cadence.num_steps, disposer)
+    policy = make_policy(run_file, model, critic_model, text, cadence.num_steps, disposer, teacher)
     if checkpoint is not None and state is not None:
         await restore_policy(policy, checkpoint, state)
         stream.restore(checkpoint.read_json("data.json"))
@@ -108,8 +111,7 @@ async def open_run(run_file: RunFile, given: Given, disposer: Disposer) -> Run:
     recorder.start({POLICY: state.step} if state else {}, state.metrics if state else None)
     return Run(
         policy=policy,
-        stream=stream,
-        collect=_collector(run_file, policy, stream, text, reward),
+        supply=Pull(stream, _collector(run_file, policy, stream, text, reward)),
         memory=make_memory_plan(run_file.memory, policy.engine, policy),
         recorder=recorder,
         store=store,
@@ -118,6 +120,7 @@ async def open_run(run_file: RunFile, given: Given, disposer: Disposer) -> Run:
         cadence=cadence,
         seed=run_file.run.seed,
         fingerprint=needed,
+        data_state=stream.state,
         environment=environment,
         threads=threads,
         step=state.step if state else 0,

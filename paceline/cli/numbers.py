@@ -87,6 +87,7 @@ COLUMNS: tuple[tuple[str, Cell], ...] = (
     ("old", lambda t: _number(t.old)),
     ("new", lambda t: _number(t.new)),
     ("ratio", lambda t: _number(t.ratio)),
+    ("teacher", lambda t: _number(t.teacher)),
     ("clipped", lambda t: "" if t.is_clipped is None else ("yes" if t.is_clipped else "no")),
     ("advantage", lambda t: _number(t.advantage)),
     ("weight", lambda t: _number(t.weight)),

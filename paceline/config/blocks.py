@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
 from paceline.algorithms import ALGORITHMS
-from paceline.algorithms.base import Algorithm
 from paceline.checkpoint_settings import CheckpointConfig
+from paceline.config.policies import POLICY_BLOCKS, AlgorithmConfig, PolicyConfig
 from paceline.data.sources import DataConfig
 from paceline.drivers.memory import MemoryConfig
+from paceline.drivers.schedule_settings import ScheduleConfig
 from paceline.engines.base import EmbeddedEngineConfig
 from paceline.evals_settings import EvalsConfig
 from paceline.models import ModelConfig
 from paceline.observe.settings import ObserveConfig
+from paceline.rollout.role_settings import RoleConfig
 from paceline.rollout.settings import RewardConfig, RolloutConfig
+from paceline.teachers.base import TeacherConfig
 from paceline.trainers.base import CriticConfig, SingleTrainerConfig
 from paceline.types import Config
 
-if TYPE_CHECKING:
-    AlgorithmConfig = Algorithm
-else:
-    AlgorithmConfig = Annotated[
-        functools.reduce(operator.or_, ALGORITHMS.values()), Field(discriminator="kind")
-    ]
+POLICY = "policy"
+"""Name of the only policy of a run file without `[policies]`."""
+ONLY_ROLE = "policy"
+"""Name of the only role of an environment in a run of one policy."""
 
 
 class RunConfig(Config):
@@ -53,6 +52,19 @@ class RunConfig(Config):
     resume: Literal["auto", "never", "must"] = "auto"
     """`auto`: go on from the newest complete checkpoint of the run's folder, or start. `never`:
     start, and refuse a folder that has checkpoints. `must`: refuse to start from nothing."""
+    leader: str | None = None
+    """With several policies: the one whose steps count for `num_steps`, saves, evals and the end
+    of the run; default: the first that learns."""
+    driver: Literal["auto", "sync", "multi"] = "auto"
+    """`sync`: one policy; sample, learn and publish in turn. `multi`: each policy at its own pace,
+    and sampling may run ahead (`[schedule]`). `auto`: what the file needs."""
+    deterministic: bool = False
+    """With `multi`: engines take turns, so that a run is reproducible bit for bit, also over a
+    kill and a resume. Needs `max_staleness` = 0 and `on_full` = "wait" everywhere; the `sync`
+    driver always is."""
+    gate_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
+    """With several policies: seconds that a save or an eval may wait for the others to come to
+    rest; after that the run ends with a report of what each was doing."""
     debug_exit_after: Annotated[int, Field(ge=1)] | None = None
     """End after this many steps of this start, with learning rates as if it went on: for testing
     that a run resumes."""
@@ -88,6 +100,9 @@ class RunFile(Config):
     critic: CriticConfig | None = None
     """A second model that predicts the return. Only with an algorithm that needs one, such as
     `ppo`; its defaults apply where it is left out."""
+    teacher: TeacherConfig | None = None
+    """The model that grades each token of the answers. Only with an algorithm that needs one, such
+    as `distill`."""
     engine: EmbeddedEngineConfig = EmbeddedEngineConfig()
     """What makes the tokens."""
     evals: EvalsConfig = EvalsConfig()
@@ -98,6 +113,13 @@ class RunFile(Config):
     """What the run shows and keeps besides its metrics."""
     memory: MemoryConfig = MemoryConfig()
     """What moves when engine and trainer share a device."""
+    schedule: ScheduleConfig = ScheduleConfig()
+    """How far sampling may run ahead of training, and when weights are published."""
+    policies: dict[str, PolicyConfig] = Field(default_factory=dict)
+    """Several policies in one run, by name."""
+    roles: dict[str, RoleConfig] = Field(default_factory=dict)
+    """Who plays which role of the environment; default: each policy of the shared episodes plays
+    the role of its own name."""
 
     @property
     def base(self) -> Path:
@@ -114,6 +136,55 @@ class RunFile(Config):
         return self.base / os.path.expanduser(path)
 
     @property
+    def views(self) -> dict[str, RunFile]:
+        """The file as each policy sees it: its own blocks in the place of those at the top."""
+        return {name: self.view(name) for name in self.policies} or {POLICY: self}
+
+    def view(self, name: str) -> RunFile:
+        """The file as one policy sees it."""
+        if not self.policies:
+            return self
+        own = self.policies[name]
+        blocks: dict[str, Any] = {block: getattr(own, block) for block in POLICY_BLOCKS}
+        if own.data is None:
+            blocks["data"], blocks["reward"] = self.data, self.reward
+        elif own.reward is None:
+            blocks["reward"] = self.reward
+        return self.model_copy(update=blocks)
+
+    @property
+    def learners(self) -> tuple[str, ...]:
+        """Names of the policies that learn."""
+        return tuple(n for n, p in self.policies.items() if p.learns) or (POLICY,)
+
+    @property
+    def leader(self) -> str:
+        """The policy whose steps count for the run."""
+        return self.run.leader or self.learners[0]
+
+    @property
+    def shared_policies(self) -> tuple[str, ...]:
+        """Names of the policies that take part in the shared episodes."""
+        return tuple(n for n, p in self.policies.items() if p.data is None) or (
+            () if self.policies else (POLICY,)
+        )
+
+    @property
+    def cast(self) -> dict[str, RoleConfig]:
+        """Role of the shared environment -> who plays it."""
+        if self.roles:
+            return self.roles
+        return {name: RoleConfig(policy=name) for name in self.shared_policies}
+
+    @property
+    def is_multi(self) -> bool:
+        """True if the driver of several clocks is needed or asked for."""
+        if self.run.driver != "auto":
+            return self.run.driver == "multi"
+        is_plain = not self.policies and not self.roles
+        return not is_plain or self.schedule.runs_ahead or self.schedule.publish_every > 1
+
+    @property
     def located_model(self) -> ModelConfig:
         """The model with its local paths made absolute; ids are left as they are."""
         return locate_model(self.model, self.base)
@@ -124,6 +195,8 @@ class RunFile(Config):
         found: dict[tuple[str, ...], ModelConfig] = {("model",): self.model}
         if self.critic is not None and self.critic.model is not None:
             found["critic", "model"] = self.critic.model
+        if self.teacher is not None and self.teacher.model is not None:
+            found["teacher", "model"] = self.teacher.model
         return found
 
     @property

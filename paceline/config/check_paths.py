@@ -26,7 +26,7 @@ def base_is_there(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
         yield Problem(("run", "base"), f"{run_file.base} {what}{_sibling_hint(run_file.base)}")
 
 
-@reads("run.base", "model.path", "model.random_init", "critic")
+@reads("run.base", "model.path", "model.random_init", "critic", "teacher")
 def model_is_there(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
     for block, model in run_file.models.items():
         key = (*block, "path")
@@ -40,10 +40,11 @@ def model_is_there(run_file: RunFile, situation: Situation) -> Iterator[Problem]
             )
 
 
-@reads("run.base", "model.tokenizer")
+@reads("run.base", "model.tokenizer", "critic", "teacher")
 def tokenizer_is_there(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
-    if run_file.model.tokenizer is not None:
-        yield from _model_folder(run_file, ("model", "tokenizer"), run_file.model.tokenizer)
+    for block, model in run_file.models.items():
+        if model.tokenizer is not None:
+            yield from _model_folder(run_file, (*block, "tokenizer"), model.tokenizer)
 
 
 @reads("run.base", "model.chat_template")

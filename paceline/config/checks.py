@@ -104,7 +104,7 @@ def prompts_to_train_on(run_file: RunFile, situation: Situation) -> Iterator[Pro
         yield Problem(path, 'missing; name the prompts, such as [data] path = "prompts.jsonl"')
 
 
-@reads("reward", "rollout.env", "algorithm", "evals.sets")
+@reads("reward", "rollout", "algorithm", "evals.sets")
 def reward_to_score_with(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
     is_given = run_file.reward.scorers or "reward" in situation.given
     if is_given or situation.purpose == "generate":
@@ -118,12 +118,26 @@ def reward_to_score_with(run_file: RunFile, situation: Situation) -> Iterator[Pr
         yield Problem(("reward",), f"missing; {advice}")
     elif has_own_env:
         return
-    elif situation.purpose == "train" and run_file.algorithm.learns_from_rollouts:
-        yield Problem(("reward",), f"missing: the algorithm learns from rewards; {advice}")
+    elif situation.purpose == "train" and (reader := _reader_of_rewards(run_file)):
+        yield Problem(("reward",), f"missing: {reader}; {advice}")
     else:
         for index, eval_set in enumerate(run_file.evals.sets):
             if eval_set.reward is None or not eval_set.reward.scorers:
                 yield Problem(("evals", "sets", index, "reward"), f"missing; {advice}")
+
+
+def _reader_of_rewards(run_file: RunFile) -> str | None:
+    """What makes something of the rewards of training."""
+    rollout = run_file.rollout
+    if run_file.algorithm.needs_reward:
+        return "the algorithm learns from rewards"
+    if not run_file.algorithm.learns_from_rollouts:
+        return None
+    if rollout.dynamic_sampling:
+        return "rollout.dynamic_sampling drops answers with equal rewards"
+    if rollout.overlong_penalty:
+        return "rollout.overlong_penalty is taken off the reward"
+    return None
 
 
 @reads("algorithm", "rollout.samples_per_prompt")
@@ -149,14 +163,36 @@ def groups_for_every_update(run_file: RunFile, situation: Situation) -> Iterator
         )
 
 
-@reads("algorithm")
+@reads("algorithm", "teacher")
 def teacher_to_learn_from(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
-    if situation.purpose == "train" and run_file.algorithm.needs_teacher:
-        kind = getattr(run_file.algorithm, "kind", "this algorithm")
+    if situation.purpose != "train":
+        return
+    kind = getattr(run_file.algorithm, "kind", "this algorithm")
+    needs = run_file.algorithm.needs_teacher
+    if needs and run_file.teacher is None:
         yield Problem(
-            ("algorithm", "kind"),
-            f"{kind} needs a teacher, and a run file can not name one yet: its loss can be used "
-            "from Python (paceline.algorithms.distill)",
+            ("teacher",),
+            f"missing: {kind} learns from a teacher; name a model to load, such as [teacher] "
+            'model.path = "org/larger-model", or a server, such as url = "http://127.0.0.1:30000"',
+        )
+    elif run_file.teacher is not None and not needs:
+        yield Problem(
+            ("teacher",),
+            f'{kind} has no teacher: take the block out, or write algorithm.kind = "distill"',
+        )
+
+
+@reads("teacher", "rollout.sampling")
+def teacher_scores_at_the_temperature(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
+    if run_file.teacher is None or run_file.teacher.url is None or situation.purpose != "train":
+        return
+    temperature = run_file.rollout.sampling.temperature
+    if temperature != 1:
+        yield Problem(
+            ("rollout", "sampling", "temperature"),
+            f"found {temperature:g}, but a served teacher (teacher.url) scores given answers at "
+            "temperature 1 only, and student and teacher are compared at one temperature: write 1, "
+            "or load the teacher (teacher.model.path)",
         )
 
 
@@ -209,7 +245,7 @@ def dtype_that_trains(run_file: RunFile, situation: Situation) -> Iterator[Probl
     if not _takes_steps(run_file, situation):
         return
     for path, model in run_file.models.items():
-        if model.dtype == "float16":
+        if model.dtype == "float16" and path[0] != "teacher":
             yield Problem(
                 (*path, "dtype"),
                 'float16 can not be trained (its gradients underflow): write "float32", with '
@@ -308,6 +344,7 @@ CHECKS: tuple[Check, ...] = (
     groups_for_every_update,
     critic_to_learn,
     teacher_to_learn_from,
+    teacher_scores_at_the_temperature,
     completions_to_learn,
     answers_to_learn_from,
     dtype_that_trains,

@@ -248,6 +248,17 @@ def _walk(cls: type[Config], prefix: str, above: tuple[type[Config], ...]) -> It
         path = f"{prefix}.{name}" if prefix else name
         if item_type(field.annotation) is not None and config_classes(field.annotation):
             path += "[]"
+        is_table = table_type(field.annotation) is not None and config_classes(field.annotation)
+        if is_table:
+            path += ".<name>"
         yield Key(path, prefix, kind_of(cls), cls, field)
+        # What a named table holds besides its own keys are the blocks at the top.
+        known = _block_classes(cls) if is_table else ()
         for child in config_classes(field.annotation):
-            yield from _walk(child, path, (*above, cls))
+            yield from _walk(child, path, (*above, cls, *known))
+
+
+def _block_classes(cls: type[Config]) -> list[type[Config]]:
+    """Config classes of the plain blocks of a class."""
+    fields = [f for f in cls.model_fields.values() if table_type(f.annotation) is None]
+    return [found for field in fields for found in config_classes(field.annotation)]

@@ -14,8 +14,10 @@ from pydantic import ValidationError
 
 from paceline.config.blocks import RunFile
 from paceline.config.check_paths import PATH_CHECKS
-from paceline.config.checks import CHECKS, Purpose, Situation, run_checks
+from paceline.config.checks import CHECKS, Purpose, Situation
 from paceline.config.fields import config_classes
+from paceline.config.policies import PolicyConfig, inherit_blocks
+from paceline.config.policy_checks import check_all, written_where
 from paceline.config.problems import KeyPath, Places, Problem, config_error
 from paceline.config.repair import rest_of
 from paceline.config.source import Table, apply_overrides, nested, read_toml
@@ -109,7 +111,11 @@ def _assemble(
         base = run.get("base", ".")
         if isinstance(base, str):
             run["base"] = os.path.normpath(folder / os.path.expanduser(base))
-    _set_default_kinds(tables)
+    written = copy.deepcopy(tables)
+    _set_default_kinds(tables, RunFile)
+    inherit_blocks(tables)
+    _set_policy_kinds(tables)
+    _name_roles(tables)
     _inherit_sampling(tables)
     wrong: tuple[KeyPath, ...] = ()
     try:
@@ -119,20 +125,35 @@ def _assemble(
         rest = rest_of(tables, found, RunFile)
         run_file = RunFile.model_construct(**rest.blocks)
         wrong = rest.wrong
-        problems += found + rest.problems
-    problems += run_checks((*CHECKS, *PATH_CHECKS), run_file, wrong, situation)
+        problems += written_where(found + rest.problems, written)
+    problems += check_all((*CHECKS, *PATH_CHECKS), run_file, wrong, situation, written)
     named = {problem.path for problem in problems}
     problems += [problem for problem in not_numbers(tables) if problem.path not in named]
     if problems:
         raise config_error(problems, places)
-    if run_file.algorithm.critic is not None and run_file.critic is None:
+    if not run_file.policies and run_file.algorithm.critic is not None and run_file.critic is None:
         return run_file.model_copy(update={"critic": run_file.critic_settings})
     return run_file
 
 
-def _set_default_kinds(tables: Table) -> None:
+def _set_policy_kinds(tables: Table) -> None:
+    policies = tables.get("policies")
+    for own in policies.values() if isinstance(policies, dict) else ():
+        if isinstance(own, dict):
+            _set_default_kinds(own, PolicyConfig)
+
+
+def _name_roles(tables: Table) -> None:
+    """`solver = "a"` is short for `solver = { policy = "a" }`."""
+    roles = tables.get("roles")
+    for role, played_by in roles.items() if isinstance(roles, dict) else ():
+        if isinstance(played_by, str):
+            roles[role] = {"policy": played_by}
+
+
+def _set_default_kinds(tables: Table, root: type[Config]) -> None:
     """A block of several kinds without `kind` is of its default kind."""
-    for name, field in RunFile.model_fields.items():
+    for name, field in root.model_fields.items():
         block = tables.get(name)
         kind = getattr(
             field.get_default(call_default_factory=True, validated_data={}), "kind", None

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
+from paceline.config.fields import table_type
 from paceline.config.problems import KeyPath, Problem
 from paceline.config.source import Table
 from paceline.config.translate import class_at, translate
@@ -47,6 +48,10 @@ def rest_of(tables: Table, problems: list[Problem], root: type[Config]) -> Rest:
             blocks[name] = _validate(field, repaired[name])
         except ValidationError as error:
             block_problems = translate(error, root, repaired, (name,))
+            if table_type(field.annotation) is not None:
+                blocks[name] = _by_names(field, repaired[name], name, wrong)
+                found += _new(block_problems, name, removed)
+                continue
             found += _new(block_problems, name, removed)
             blocks[name] = _by_fields(class_at(root, repaired, (name,)), repaired, name, wrong)
     return Rest(blocks, (*wrong, *removed), found)
@@ -61,6 +66,17 @@ def _validate(field: FieldInfo, value: Any) -> Any:
     annotated: Any = Annotated[field.annotation, field]
     adapter: TypeAdapter[Any] = TypeAdapter(annotated)
     return adapter.validate_python(value)
+
+
+def _by_names(field: FieldInfo, tables: Any, name: str, wrong: list[KeyPath]) -> dict[str, Any]:
+    """Of a table of blocks by name, those that are valid."""
+    kept: dict[str, Any] = {}
+    for key, table in tables.items() if isinstance(tables, dict) else ():
+        try:
+            kept |= _validate(field, {key: table})
+        except ValidationError:
+            wrong.append((name, key))
+    return kept
 
 
 def _by_fields(

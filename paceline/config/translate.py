@@ -34,17 +34,23 @@ def class_at(root: type[Config], tables: Any, path: KeyPath) -> type[Config] | N
     """The config class of the table at `path`; where there are several, the one of its `kind`."""
     candidates: list[type[Config]] = [root]
     node = tables
+    is_named = False
     for part in path:
         owner = _pick(candidates, node)
         node = _step(node, part)
         if isinstance(part, int):
             continue
+        if is_named:  # a name that the user chose, not a key
+            is_named = False
+            continue
         if owner is None or part not in owner.model_fields:
             return None
-        candidates = config_classes(owner.model_fields[part].annotation)
+        annotation = owner.model_fields[part].annotation
+        is_named = table_type(annotation) is not None
+        candidates = config_classes(annotation)
         if not candidates:
             return None
-    return _pick(candidates, node)
+    return None if is_named else _pick(candidates, node)
 
 
 def _pick(candidates: Sequence[type[Config]], node: Any) -> type[Config] | None:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from paceline.checkpoint import CheckpointStore
-from paceline.data.stream import PromptStream
 from paceline.drivers.memory import MemoryPlan
 from paceline.drivers.schedule import SaveRequest, due
+from paceline.drivers.supply import Supply
 from paceline.evals import EvalDispatcher
 from paceline.observe.recorder import Recorder
 from paceline.policy import Policy
-from paceline.rollout.batch import RolloutBatch
 from paceline.types import JsonValue, Sample
 
 
@@ -30,15 +29,18 @@ class Cadence:
     """The run's length is given in epochs, so that each epoch's end saves and evaluates too."""
     debug_exit_after: int | None = None
     """Leave after so many steps of this process, with nothing forced."""
+    publish_every: int = 1
 
 
 @dataclass(slots=True)
 class Run:
-    """The parts of a run of one policy. Built by `paceline.build`, closed by its disposer."""
+    """One policy's clock and the parts it turns. Built by `paceline.build`, closed by its disposer.
+
+    With several policies each has one; saves, evals and the end of the run are the leader's.
+    """
 
     policy: Policy
-    stream: PromptStream
-    collect: Callable[[int], Awaitable[RolloutBatch]]
+    supply: Supply
     memory: MemoryPlan
     recorder: Recorder
     store: CheckpointStore
@@ -48,10 +50,16 @@ class Run:
     seed: int
     fingerprint: dict[str, JsonValue]
     """What a resumed run must have in common with this one."""
+    data_state: Callable[[], JsonValue]
+    """What a checkpoint keeps of the data: cursors, and what was sampled and not trained on."""
+    others: list[Run] = field(default_factory=list)
+    """Of the leader: the clocks of the other policies, which are saved with it."""
     environment: dict[str, JsonValue] = field(default_factory=dict)
     threads: int | None = None
     step: int = 0
     """The last finished step, over all restarts."""
+    trained_step: int = 0
+    """The last step that was learned from; ahead of `step` while it is being finished."""
     first_step: int = 1
     """The first step of this process."""
     saved_step: int | None = None
@@ -70,7 +78,12 @@ class Run:
             yield self.step + 1
 
     def is_last(self, step: int) -> bool:
-        return step >= self.cadence.num_steps or self.stream.num_left == 0
+        return step >= self.cadence.num_steps or self.supply.is_exhausted
+
+    def is_publish_due(self, step: int) -> bool:
+        """Also before every eval, so that a point measures the weights of its step."""
+        is_due = step % self.cadence.publish_every == 0
+        return is_due or self.is_last(step) or self.is_eval_due(step)
 
     def is_save_due(self, step: int) -> bool:
         return step > 0 and due(step, self.cadence.save_every, self.epoch_ended, self.is_last(step))

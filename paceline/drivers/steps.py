@@ -20,8 +20,10 @@ async def start(run: Run) -> None:
     eval, if one was due, was lost with the process.
     """
     run.first_step = run.step + 1
-    run.recorder.event("start", after_step=run.step, version=run.policy.trainer.version)
-    await publish(run)
+    run.trained_step = run.step
+    name, version = run.policy.name, run.policy.trainer.version
+    run.recorder.event("start", policy=name, after_step=run.step, version=version)
+    await publish(run, run.step)
     if run.step == 0:
         if run.cadence.eval_first:
             run.recorder.begin_step(run.policy.name, 0)
@@ -37,10 +39,10 @@ async def start(run: Run) -> None:
 async def collect(run: Run, step: int) -> RolloutBatch:
     """Wait for the groups of a step; none if the data has come to its end."""
     run.recorder.begin_step(run.policy.name, step)
-    epoch = run.stream.epoch
-    with run.recorder.phase("collect"):
-        batch = await run.collect(step)
-    run.epoch_ended = run.cadence.counts_epochs and run.stream.epoch > epoch
+    epoch = run.supply.epoch
+    with run.recorder.phase("collect", run.policy.name):
+        batch = await run.supply.collect(step)
+    run.epoch_ended = run.cadence.counts_epochs and run.supply.epoch > epoch
     run.recorder.log(run.policy.name, batch.metrics)
     return batch
 
@@ -51,26 +53,35 @@ async def learn(run: Run, step: int, batch: RolloutBatch) -> None:
     The critic learns before the actor, and alone in its warm-up.
     """
     critic_only = step <= run.policy.critic_only_steps
-    with run.recorder.phase("learn"):
+    with run.recorder.phase("learn", run.policy.name):
         credit, metrics = await run.policy.learn(batch.groups, critic_only=critic_only)
+    run.supply.learned()
+    run.trained_step = step
     run.recorder.log(run.policy.name, metrics)
     unused = [*batch.dropped, *((group, "surplus") for group in batch.discarded)]
     run.recorder.samples(step, run.policy.name, batch.groups, credit.advantages, unused)
-    run.last_samples = [sample for group in batch.groups for sample in group.samples()]
+    own = run.policy.name
+    run.last_samples = [sample for group in batch.groups for sample in group.samples(own)]
     run.trained_tokens += sum(sample.num_trained_tokens for sample in run.last_samples)
     batch.groups.clear()
 
 
 async def save_if_due(run: Run, step: int) -> None:
     """Save by schedule, or because somebody asked by touching the request file."""
-    if run.save_request.claim() or run.is_save_due(step):
-        await _save(run, step)
+    if is_save_due(run, step):
+        await save(run, step)
 
 
-async def publish(run: Run) -> None:
+def is_save_due(run: Run, step: int) -> bool:
+    """By schedule, or asked for; a request that was claimed once stays due until it is saved."""
+    return run.save_request.claim() or run.is_save_due(step)
+
+
+async def publish(run: Run, step: int) -> None:
     """Wait until every engine serves the trainer's weights."""
-    with run.recorder.phase("publish"):
+    with run.recorder.phase("publish", run.policy.name):
         await run.policy.publish()
+    run.supply.published(step)
 
 
 async def evaluate_if_due(run: Run, step: int) -> None:
@@ -97,7 +108,7 @@ async def end(run: Run) -> None:
             "the run ended without a single update: the prompts gave no group to train on"
         )
     if run.is_save_due(run.step) and run.saved_step != run.step:
-        await _save(run, run.step)
+        await save(run, run.step)
     if run.is_eval_due(run.step) and run.evaluated_step != run.step:
         await _evaluate(run, run.step)
     if run.recorder.is_open(run.policy.name):
@@ -112,23 +123,22 @@ async def end(run: Run) -> None:
         )
 
 
-async def _save(run: Run, step: int) -> None:
-    """Models, then the data cursor, then the run state; the store's rename is the commit."""
-    name, critic = run.policy.name, run.policy.critic
-    progress = PolicyProgress(
-        step, run.policy.trainer.version, None if critic is None else critic.version
-    )
+async def save(run: Run, step: int) -> None:
+    """Models, then the data cursor, then the run state; the store's rename is the commit.
+
+    With several policies no weights may change meanwhile: the caller holds the gate.
+    """
+    members = {member.policy.name: member for member in (run, *run.others)}
     waits_for_eval = run.is_eval_due(step)
     with run.recorder.phase("save"), run.store.staging(step) as staged:
-        await run.policy.trainer.save(staged.policy_folder(name))
-        if critic is not None:
-            await critic.save(staged.critic_folder(name))
-        staged.write_json("data.json", run.stream.state())
+        for name, member in members.items():
+            await member.policy.save(staged.policy_folder(name), staged.critic_folder(name))
+        staged.write_json("data.json", run.data_state())
         staged.write_state(
             RunState(
                 step=step,
-                leader=name,
-                policies={name: progress},
+                leader=run.policy.name,
+                policies={name: _progress(member) for name, member in members.items()},
                 seed=run.seed,
                 epoch_ended=run.epoch_ended,
                 fingerprint=run.fingerprint,
@@ -143,6 +153,13 @@ async def _save(run: Run, step: int) -> None:
     run.save_request.acknowledge()
     run.recorder.event("saved", step=step)
     run.saved_step = step
+
+
+def _progress(run: Run) -> PolicyProgress:
+    critic = run.policy.critic
+    return PolicyProgress(
+        run.trained_step, run.policy.trainer.version, None if critic is None else critic.version
+    )
 
 
 async def _evaluate(run: Run, step: int) -> None:

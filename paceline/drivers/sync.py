@@ -24,7 +24,7 @@ async def drive(run: Run) -> None:
         await steps.learn(run, step, batch)
         await steps.save_if_due(run, step)
         await run.memory.after_learn()
-        await steps.publish(run)
+        await steps.publish(run, step)
         await run.memory.after_publish()
         await steps.evaluate_if_due(run, step)
         steps.finish_step(run, step)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, Protocol
 
@@ -49,6 +50,37 @@ class Sampling(Config):
         )
 
 
+class CutSignal:
+    """Asks whoever makes answers that carry it to end them where they are.
+
+    An answer that is cut keeps its tokens so far and finishes as `length`. Belongs to one event
+    loop.
+    """
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._listeners: dict[object, Callable[[], None]] = {}
+
+    def set(self) -> None:
+        """Cut all answers that carry it, now and later. Idempotent."""
+        if not self.is_set:
+            self.is_set = True
+            for listener in list(self._listeners.values()):
+                listener()
+
+    @contextmanager
+    def listening(self, listener: Callable[[], None]) -> Iterator[None]:
+        """Call the listener when the signal is set: at once if it is, never after the block."""
+        key = object()
+        self._listeners[key] = listener
+        try:
+            if self.is_set:
+                listener()
+            yield
+        finally:
+            del self._listeners[key]
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One answer to be sampled."""
@@ -59,6 +91,8 @@ class Request:
     """Randomness of this answer; equal seeds and weights give equal answers."""
     group: str = ""
     """Requests of one group share a prompt: a hint for prefix reuse and routing."""
+    cut: CutSignal | None = None
+    """Ends the answer early; an engine that does not know how may leave it alone."""
 
 
 @dataclass(slots=True)

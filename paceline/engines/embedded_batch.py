@@ -98,13 +98,14 @@ class Batch:
     def run(self, job: Job) -> list[Generation]:
         """Admit, then step until a sequence ends or the loop interrupts, but once at least.
 
-        Returns the sequences that ended.
+        If a sequence was cut, the step is left for the next job. Returns the sequences that ended.
         """
         with self._model.evaluating():
             self._free_cancelled()
+            finished = self._end_cut()
             if job.recomputes or self._is_dropped:
                 self._recompute()
-            finished = self._admit(job)
+            finished += self._admit(job)
             self._compact()
             while not finished and self._rows:
                 finished = self._step()
@@ -138,6 +139,15 @@ class Batch:
         for slot, row in enumerate(self._rows):
             if row is not None and row.is_cancelled:
                 self._free(slot)
+
+    def _end_cut(self) -> list[Generation]:
+        ended = []
+        for slot, row in enumerate(self._rows):
+            if row is not None and row.is_cut:
+                row.finish = "length"
+                self._end(slot, row)
+                ended.append(row)
+        return ended
 
     def _free(self, slot: int) -> None:
         sequence = self._rows[slot]

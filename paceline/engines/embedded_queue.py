@@ -35,6 +35,8 @@ class Generation:
     error: str | None = None
     """Set if it failed alone, without the engine."""
     is_cancelled: bool = False
+    is_cut: bool = False
+    """To be ended at the next step boundary, with the tokens it has."""
     prompt_key: bytes = b""
     """Content of the prompt; equal prompts are computed once."""
     stream: int = 0

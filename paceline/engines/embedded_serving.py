@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -76,8 +77,12 @@ class Serving:
         self._announce(self._batch.num_free > 0)
         self.waiting.push(generation)
         self._open.add(generation)
+        cut = generation.request.cut
+        listening = nullcontext() if cut is None else cut.listening(lambda: self._cut(generation))
         try:
-            return await generation.future  # ends: `_deliver`, or `_fail_all` when serving ends
+            with listening:
+                # ends: `_deliver`, or `_fail_all` when serving ends
+                return await generation.future
         except asyncio.CancelledError:
             generation.is_cancelled = True
             self._open.discard(generation)
@@ -87,6 +92,17 @@ class Serving:
             elif not self._is_closed:
                 self._announce()
             raise
+
+    def _cut(self, generation: Generation) -> None:
+        """End an answer where it is: without a token if it still waits for a slot."""
+        if generation in self.waiting:
+            self.waiting.remove(generation)
+            self._unwanted.add(generation.prompt_key)
+            generation.finish = "length"
+            self._deliver([generation])
+        else:
+            generation.is_cut = True
+            self._announce()
 
     async def score(self, tokens: IntArray, temperature: float) -> list[float]:
         self._announce()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.engines.base import Completion, Engine, Request, Sampling
+from paceline.engines.base import Completion, CutSignal, Engine, Request, Sampling
 from paceline.errors import EngineError, RolloutError
 from paceline.rollout.env import Reply
 from paceline.rollout.renderer import Renderer
@@ -23,12 +23,28 @@ Conversation = tuple[Message, ...] | str
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """What a role is played with."""
+    """What a role is played with: an engine and how it is asked."""
 
     policy: str
     engine: Engine
     renderer: Renderer
     sampling: Sampling
+    learns: bool = True
+    """False for a frozen policy: what it says is kept apart and never trained on."""
+    label: str = ""
+    """Which of several players of the role it is."""
+
+    def actor(
+        self,
+        role: str,
+        draw: Draw,
+        *,
+        episode: int,
+        seed: Callable[[int], int],
+        cut: CutSignal | None = None,
+    ) -> RecordingActor:
+        """Speaks for the role in one episode."""
+        return RecordingActor(role, self, draw, episode=episode, seed=seed, cut=cut)
 
 
 @dataclass(slots=True)
@@ -82,11 +98,19 @@ class Row:
 class RecordingActor:
     """The `env.Actor` of one role in one episode.
 
-    seed: number of an answer in the episode, from 0 -> the seed of its request.
+    seed: number of an answer in the episode, from 0 -> the seed of its request. cut: ends the
+    answers of the episode early; those that follow are empty.
     """
 
     def __init__(
-        self, role: str, seat: Seat, draw: Draw, *, episode: int, seed: Callable[[int], int]
+        self,
+        role: str,
+        seat: Seat,
+        draw: Draw,
+        *,
+        episode: int,
+        seed: Callable[[int], int],
+        cut: CutSignal | None = None,
     ) -> None:
         self.role = role
         self.seat = seat
@@ -98,7 +122,17 @@ class RecordingActor:
         self._draw = draw
         self._episode = episode
         self._seed = seed
+        self._cut = cut
         self._num_calls = 0
+
+    @property
+    def learns(self) -> bool:
+        return self.seat.learns
+
+    @property
+    def abort(self) -> str | None:
+        """Why the engine ended an answer of the episode, if it did."""
+        return next((row.cause for row in self.rows if row.finish == "abort"), None)
 
     async def __call__(self, context: Prompt | str | Sequence[Message]) -> Reply:
         seed = self._seed(self._num_calls)
@@ -110,9 +144,13 @@ class RecordingActor:
             sampling=self.seat.sampling,
             seed=seed,
             group=f"{self.seat.policy}/{self._draw.ordinal}",
+            cut=self._cut,
         )
         try:
-            completion = await self.seat.engine.generate(request)
+            if self._cut is not None and self._cut.is_set:
+                completion = Completion([], [], [], "length")
+            else:
+                completion = await self.seat.engine.generate(request)
         except EngineError as exc:
             if isinstance(exc.__cause__, Exception):
                 self.fatal = exc.__cause__
@@ -133,6 +171,15 @@ class RecordingActor:
         rows = self.rows or [Row(self.seat.renderer.encode(self._draw.prompt))]
         return [self._sample(index, row) for index, row in enumerate(rows)]
 
+    def answers(self) -> list[Sample]:
+        """One sample for each row that holds an answer. Not scored yet."""
+        rows = [row for row in self.rows if row.finish]
+        return [self._sample(index, row) for index, row in enumerate(rows)]
+
+    def blank(self) -> Sample:
+        """A sample without a token, for what befell an episode in which the role was silent."""
+        return self._sample(0, Row([]))
+
     def _sample(self, index: int, row: Row) -> Sample:
         is_aborted = row.finish == "abort"
         status = Status.TRUNCATED if row.finish == "length" else Status.COMPLETED
@@ -152,6 +199,7 @@ class RecordingActor:
             finish=row.finish,
             cause="engine/abort" if is_aborted else None,
             detail=row.cause or "",
+            label=self.seat.label,
         )
 
     def _row_for(self, context: Prompt | str | Sequence[Message]) -> Row:

@@ -51,6 +51,9 @@ class Outcome:
     cause: str | None = None
     """Why something was not scored."""
     metrics: dict[str, float] = field(default_factory=dict)
+    is_scored: bool = True
+    """False if there was nothing to score: a sample without reward is then no failure. Only for
+    algorithms that learn without rewards."""
 
 
 class Env(Protocol):

@@ -70,10 +70,14 @@ def is_zero_variance(group: Group, policy: str) -> bool:
 
 
 def rewards_of(group: Group, policy: str, role: str | None = None) -> list[float]:
-    """Rewards of the trainable episodes, each once; of all roles of the policy or the one named."""
+    """Rewards of the trainable episodes, each once; of all roles of the policy or the one named.
+
+    An episode in which nothing was to be scored has none.
+    """
     rewards = []
     for episode in group.episodes:
-        roles = sorted({s.role for s in episode.samples if s.policy == policy})
+        own = [s for s in episode.samples if s.policy == policy]
+        roles = sorted({s.role for s in own if s.reward is not None})
         for name in roles if episode.is_trainable else []:
             reward = episode_reward(episode, policy, name)
             if reward is not None and role in (None, name):

@@ -67,6 +67,7 @@ def _checked(outcome: Outcome, roles: Sequence[str]) -> Outcome:
         status={role: _status(role, value) for role, value in status.items()},
         cause=outcome.cause,
         metrics=_numbers("bad_metric", "metrics", outcome.metrics),
+        is_scored=bool(outcome.is_scored),
     )
 
 

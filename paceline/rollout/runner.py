@@ -181,6 +181,8 @@ def _settle(sample: Sample, outcome: Outcome) -> Sample:
         sample.status = status
     if not sample.status.is_trainable:
         sample.cause, sample.detail = _split_cause(outcome.cause or f"env/{sample.status}")
+    elif reward is None and not outcome.is_scored:
+        _check_columns(sample)
     elif reward is None:
         sample.status = Status.UNSCORED
         sample.cause, sample.detail = _split_cause(outcome.cause or _no_reward(sample.role))

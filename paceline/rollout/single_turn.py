@@ -18,9 +18,9 @@ SINGLE_TURN = "single_turn"
 
 
 class SingleTurn:
-    """Asks once and scores the answer."""
+    """Asks once and scores the answer, if there is a reward."""
 
-    def __init__(self, reward: Reward) -> None:
+    def __init__(self, reward: Reward | None) -> None:
         self._reward = reward
 
     async def __call__(self, prompt: Prompt, actors: Mapping[str, Actor]) -> Outcome:
@@ -28,20 +28,24 @@ class SingleTurn:
         reply = await actor(prompt)
         if reply.finish == "abort":
             return Outcome({role: None}, cause="engine/abort")
+        if self._reward is None:
+            return Outcome({role: None}, is_scored=False)
         score = await self._reward.score(
             prompt, reply.text, finish=reply.finish, num_tokens=reply.num_tokens
         )
         return Outcome({role: score.value}, {role: score.parts}, cause=score.reason)
 
 
-def load_env(name: str, *, base: Path = Path(), reward: Reward | None = None) -> Env:
+def load_env(
+    name: str, *, base: Path = Path(), reward: Reward | None = None, needs_reward: bool = True
+) -> Env:
     """`single_turn`, or the user's `module:name` or `file.py:name` relative to `base`.
 
-    A function or object that declares a parameter `reward` is given the run's `Reward`. Raises
+    needs_reward: False if nothing is learned from rewards, so that answers may go without. A function or object that declares a parameter `reward` is given the run's `Reward`. Raises
     ConfigError, also if it can not be imported, is not async or takes other values.
     """
     if name == SINGLE_TURN:
-        if reward is None:
+        if reward is None and needs_reward:
             raise ConfigError("env = 'single_turn' needs a reward: see [reward]")
         return SingleTurn(reward)
     try:

@@ -6,7 +6,8 @@ but `head(decoder(ids))`, perhaps scaled or soft-capped. So it is checked at con
 hidden states far larger than any real ones, where a cap or a scale that was overlooked shows; a
 model that does more takes the slow way: whole logits, in small micro-batches.
 
-Legend: N trained tokens, C tokens of a chunk, D hidden size, V vocabulary.
+Legend: N trained tokens, C tokens of a chunk, K tokens that a teacher finds most likely, D hidden
+size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ import torch
 
 from paceline.algorithms.base import LossInputs
 from paceline.trainers.base import Head
-from paceline.trainers.inputs import policy_inputs
+from paceline.trainers.inputs import policy_inputs, teacher_ids
 from paceline.trainers.layout import Layout, MicroBatch, choose_layout
-from paceline.trainers.logprobs import chunked_logprobs, token_logprobs
+from paceline.trainers.logprobs import chunked_logprobs, chunked_top_logprobs
 from paceline.types import Row
 
 if TYPE_CHECKING:
@@ -98,27 +99,46 @@ class CausalForward:
         self, rows: Sequence[Row], batch: MicroBatch, *, entropy_gradient: bool
     ) -> LossInputs:
         """What a policy's loss is given; its log-probs carry gradient."""
-        logprobs_N, entropy_N = self(batch, entropy_gradient=entropy_gradient)
-        return policy_inputs(rows, batch, logprobs_N, entropy_N)
+        ids_NK = teacher_ids(rows, batch)
+        logprobs, entropy_N = self(batch, ids_NK, entropy_gradient=entropy_gradient)
+        if ids_NK is None:
+            return policy_inputs(rows, batch, logprobs, entropy_N)
+        inputs = policy_inputs(rows, batch, logprobs[:, 0], entropy_N)
+        inputs.top_logprobs_NK = logprobs[:, 1:]
+        return inputs
 
     def __call__(
-        self, batch: MicroBatch, *, entropy_gradient: bool = False
+        self, batch: MicroBatch, ids_NK: Tensor | None = None, *, entropy_gradient: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies, both [N]."""
-        if self.slow_reason is not None:
-            logits_NV = flat(as_batch(self.model, batch).logits).index_select(0, batch.predicting_N)
-            return token_logprobs(
-                logits_NV, batch.targets_N, batch.temperatures_N, entropy_gradient=entropy_gradient
-            )
-        hidden = flat(as_batch(self._decoder, batch).last_hidden_state)
+        """Log-probs and entropies, both [N]; with other tokens of each position, ids_NK, the
+        log-probs are [N, 1 + K], the position's own token first."""
+        targets_N = batch.targets_N
         return chunked_logprobs(
-            self._logits,
-            hidden.index_select(0, batch.predicting_N),
-            batch.targets_N,
+            *self._states(batch),
+            targets_N if ids_NK is None else torch.cat([targets_N.unsqueeze(1), ids_NK], 1),
             batch.temperatures_N,
             chunk_tokens=self._chunk_tokens,
             entropy_gradient=entropy_gradient,
         )
+
+    def top(self, batch: MicroBatch, k: int, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probs [N]; the K most likely tokens below `vocab`, and their log-probs, [N, K]."""
+        return chunked_top_logprobs(
+            *self._states(batch),
+            batch.targets_N,
+            batch.temperatures_N,
+            k=k,
+            vocab=vocab,
+            chunk_tokens=self._chunk_tokens,
+        )
+
+    def _states(self, batch: MicroBatch) -> tuple[Transform, Tensor]:
+        """What makes logits, and of what, shape [N, D]; the slow way has them already."""
+        if self.slow_reason is not None:
+            logits = flat(as_batch(self.model, batch).logits)
+            return _identity, logits.index_select(0, batch.predicting_N)
+        hidden = flat(as_batch(self._decoder, batch).last_hidden_state)
+        return self._logits, hidden.index_select(0, batch.predicting_N)
 
     def _logits(self, hidden_CD: Tensor) -> Tensor:
         return self._transform(self.model.get_output_embeddings()(hidden_CD))

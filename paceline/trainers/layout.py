@@ -12,6 +12,9 @@ Two layouts hold the same rows:
 
 Hence the rule of `auto`: packed with flash attention, else padded.
 
+Where rows begin alike and the model allows it, `padded` gives way to a tree of prefixes
+(`paceline.trainers.prefix_tree`): [1, M nodes], attention still in padded rows.
+
 A row's columns have length T; an input is cut before its last trained token, which nothing
 follows. Legend: B rows, T positions, N trained tokens of a micro-batch in row order.
 """
@@ -26,6 +29,7 @@ import numpy as np
 import torch
 
 from paceline.errors import TrainerError
+from paceline.trainers.prefix_tree import Nodes, PrefixTree, grow, make_tree
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,6 +41,9 @@ MAX_FILL_SHARE = 0.125
 """Filled-up positions of a padded micro-batch, as a share of all its positions ..."""
 MIN_FILL = 256
 """... but this many are always allowed: they cost less than one more call of the model."""
+MAX_NODE_SHARE = 0.85
+"""Nodes of the trees of a batch, as a share of its rows' tokens: with more of them, rows are padded
+as they are, since a tree costs time too."""
 
 
 def choose_layout(attention: str) -> Layout:
@@ -83,6 +90,35 @@ def plan_micro_batches(lengths: Sequence[int], max_tokens: int, layout: Layout) 
     return [sorted(rows) for rows in plan]
 
 
+def plan_trees(
+    rows: Sequence[Row], lengths: Sequence[int], max_tokens: int
+) -> list[tuple[list[int], Nodes]] | None:
+    """Indices of rows that go together and the tree of their prefixes; None if it does not pay.
+
+    Rows of one prompt stay together as far as the budget allows, which counts every row's tokens
+    as if nothing was shared. Prompts with the longest rows first, and their rows in order. The same
+    rows give the same plan.
+    """
+    prompts: dict[str, list[int]] = {}
+    for i, length in enumerate(lengths):
+        if length:
+            prompts.setdefault(rows[i].episode[0], []).append(i)
+    plan: list[list[int]] = []
+    used = 0
+    for indices in sorted(prompts.values(), key=lambda p: (-max(lengths[i] for i in p), p[0])):
+        total = sum(lengths[i] for i in indices)
+        starts_anew = used + total > max_tokens
+        for i in indices:
+            if not plan or starts_anew or used + lengths[i] > max_tokens:
+                plan.append([])
+                used, starts_anew = 0, False
+            plan[-1].append(i)
+            used += lengths[i]
+    trees = [(p, grow([rows[i].tokens_T[: lengths[i]] for i in p])) for p in plan]
+    num_nodes = sum(len(nodes.tokens_M) for _, nodes in trees)
+    return trees if num_nodes <= MAX_NODE_SHARE * sum(lengths) else None
+
+
 @dataclass(slots=True)
 class MicroBatch:
     """Inputs of one forward, and where its trained tokens are."""
@@ -90,7 +126,7 @@ class MicroBatch:
     rows: list[int]
     """Indices into the rows that it was made from, in the order of the layout."""
     input_ids: Tensor
-    """int64 [B, T] or [1, N of the inputs]."""
+    """int64 [B, T], or [1, N of the inputs], or [1, M nodes]."""
     position_ids: Tensor | None
     """int64, shaped like the inputs; None for 0..T-1 in each row."""
     predicting_N: Tensor
@@ -100,6 +136,8 @@ class MicroBatch:
     temperatures_N: Tensor
     rows_N: Tensor
     """int64: row of each token, 0..len(rows)-1."""
+    tree: PrefixTree | None = None
+    """How attention sees the nodes, if rows share their prefixes."""
 
 
 def make_micro_batch(
@@ -108,13 +146,20 @@ def make_micro_batch(
     lengths: Sequence[int],
     layout: Layout,
     device: torch.device,
+    nodes: Nodes | None = None,
 ) -> MicroBatch:
-    """The tensors of the rows with these indices, on the device."""
+    """The tensors of the rows with these indices, on the device.
+
+    nodes: the tree of their inputs, in their order; it takes the place of the layout.
+    """
     chosen = [rows[i] for i in indices]
     sizes = np.array([lengths[i] for i in indices])
     trained = [np.flatnonzero(row.mask_T) for row in chosen]
     counts = [len(t) for t in trained]
-    if layout == "padded":
+    starts = np.zeros(len(chosen), np.int64)
+    if nodes is not None:
+        ids, positions = nodes.tokens_M[None], nodes.positions_M[None]
+    elif layout == "padded":
         width = int(sizes.max())
         ids = np.zeros((len(chosen), width), dtype=np.int64)
         for b, row in enumerate(chosen):
@@ -124,7 +169,11 @@ def make_micro_batch(
         ids = np.concatenate([r.tokens_T[:n] for r, n in zip(chosen, sizes, strict=True)])[None]
         positions = np.concatenate([np.arange(n) for n in sizes])[None]
         starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
-    predicting = np.concatenate([t - 1 + s for t, s in zip(trained, starts, strict=True)])
+    if nodes is None:
+        before = [t - 1 + s for t, s in zip(trained, starts, strict=True)]
+    else:
+        before = [path[t - 1] for path, t in zip(nodes.paths_BT, trained, strict=True)]
+    predicting = np.concatenate(before)
     targets = np.concatenate([r.tokens_T[t] for r, t in zip(chosen, trained, strict=True)])
 
     def integers(values: np.ndarray) -> Tensor:
@@ -140,6 +189,7 @@ def make_micro_batch(
             [np.full(c, r.temperature) for r, c in zip(chosen, counts, strict=True)], device
         ),
         rows_N=integers(np.repeat(np.arange(len(chosen)), counts)),
+        tree=None if nodes is None else make_tree(nodes, device),
     )
 
 

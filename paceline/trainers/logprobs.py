@@ -3,7 +3,8 @@
 Logits over the vocabulary exist for one chunk only, in the forward and in the backward: with
 several chunks the backward computes a chunk's logits anew (one more matrix product of the head).
 
-Legend: N trained tokens, C tokens of a chunk, D hidden size, V vocabulary.
+Legend: N trained tokens, C tokens of a chunk, J tokens asked about at one position, K most likely
+tokens, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -30,13 +31,18 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """log softmax(logits / temperature) at the targets, and the entropy of that distribution.
 
-    Computed in float32, or float64 if the logits are. Both [C]; the entropy carries gradient only
-    if asked to.
+    Computed in float32, or float64 if the logits are. Targets are one a position, [C], or several,
+    [C, J]; the log-probs have their shape. The entropy, [C], carries gradient only if asked to.
     """
-    logprobs_C, entropy_C = _LogProbs.apply(  # type: ignore[no-untyped-call]
-        logits_CV, targets_C, temperatures_C, entropy_gradient
+    is_single = targets_C.dim() == 1
+    logprobs_CJ, entropy_C = _LogProbs.apply(  # type: ignore[no-untyped-call]
+        logits_CV,
+        targets_C.unsqueeze(1) if is_single else targets_C,
+        temperatures_C,
+        entropy_gradient,
     )
-    return logprobs_C, entropy_C if entropy_gradient else entropy_C.detach()
+    logprobs = logprobs_CJ.squeeze(1) if is_single else logprobs_CJ
+    return logprobs, entropy_C if entropy_gradient else entropy_C.detach()
 
 
 def chunked_logprobs(
@@ -50,7 +56,7 @@ def chunked_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """`token_logprobs` of `logits_of(hidden)`, with at most `chunk_tokens` x V logits at a time.
 
-    Differentiable in the hidden states and in whatever `logits_of` uses. Returns ([N], [N]).
+    Differentiable in the hidden states and in whatever `logits_of` uses. Targets [N] or [N, J].
     """
 
     def scored(
@@ -76,6 +82,39 @@ def chunked_logprobs(
     return torch.cat([lp for lp, _ in parts]), torch.cat([h for _, h in parts])
 
 
+@torch.no_grad()
+def chunked_top_logprobs(
+    logits_of: LogitsOf,
+    hidden_ND: Tensor,
+    targets_N: Tensor,
+    temperatures_N: Tensor,
+    *,
+    k: int,
+    vocab: int,
+    chunk_tokens: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs of the targets, [N]; the K most likely tokens with an id below `vocab`, [N, K]; and
+    their log-probs, [N, K].
+
+    Probabilities are of the whole vocabulary, whatever part of it is looked at.
+    """
+    logprobs, ids, top_logprobs = [], [], []
+    for hidden_CD, targets_C, temperatures_C in zip(
+        torch.split(hidden_ND, chunk_tokens),
+        torch.split(targets_N, chunk_tokens),
+        torch.split(temperatures_N, chunk_tokens),
+        strict=True,
+    ):
+        logits_CV = logits_of(hidden_CD)
+        ids_CK = logits_CV[:, :vocab].topk(k, dim=1).indices
+        asked_CJ = torch.cat([targets_C.unsqueeze(1), ids_CK], 1)
+        logprobs_CJ, _ = token_logprobs(logits_CV, asked_CJ, temperatures_C)
+        logprobs.append(logprobs_CJ[:, 0])
+        ids.append(ids_CK)
+        top_logprobs.append(logprobs_CJ[:, 1:])
+    return torch.cat(logprobs), torch.cat(ids), torch.cat(top_logprobs)
+
+
 class _LogProbs(torch.autograd.Function):
     """With z = logits / temperature, p = softmax(z), log-prob l and entropy H = -sum p log p:
 
@@ -88,7 +127,7 @@ class _LogProbs(torch.autograd.Function):
     def forward(
         ctx: Any,
         logits_CV: Tensor,
-        targets_C: Tensor,
+        targets_CJ: Tensor,
         temperatures_C: Tensor,
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
@@ -100,26 +139,27 @@ class _LogProbs(torch.autograd.Function):
             p_CV = z_CV.exp()
             sums_C1 = p_CV.sum(1, keepdim=True)
             log_sums_C = sums_C1.squeeze(1).log()
-            logprobs_C = z_CV.gather(1, targets_C.unsqueeze(1)).squeeze(1) - log_sums_C
+            logprobs_CJ = z_CV.gather(1, targets_CJ) - log_sums_C.unsqueeze(1)
             p_CV /= sums_C1
             entropy_C = log_sums_C - torch.linalg.vecdot(p_CV, z_CV)
             kept_CV = z_CV.sub_(log_sums_C.unsqueeze(1)) if entropy_gradient else p_CV
-        ctx.save_for_backward(kept_CV, targets_C, temperatures_C1, entropy_C)
+        ctx.save_for_backward(kept_CV, targets_CJ, temperatures_C1, entropy_C)
         ctx.has_entropy_gradient = entropy_gradient
         ctx.logits_dtype = logits_CV.dtype
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy_C)
-        return logprobs_C, entropy_C
+        return logprobs_CJ, entropy_C
 
     @staticmethod
-    def backward(ctx: Any, d_logprobs_C: Tensor, d_entropy_C: Tensor) -> tuple[Tensor | None, ...]:
-        kept_CV, targets_C, temperatures_C1, entropy_C = ctx.saved_tensors
+    def backward(ctx: Any, d_logprobs_CJ: Tensor, d_entropy_C: Tensor) -> tuple[Tensor | None, ...]:
+        kept_CV, targets_CJ, temperatures_C1, entropy_C = ctx.saved_tensors
+        d_logprobs_C1 = d_logprobs_CJ.sum(1, keepdim=True)
         if ctx.has_entropy_gradient:
             p_CV = kept_CV.exp()
             slope_CV = (kept_CV + entropy_C.unsqueeze(1)) * d_entropy_C.unsqueeze(1)
-            slope_CV += d_logprobs_C.unsqueeze(1)
+            slope_CV += d_logprobs_C1
             d_z_CV = p_CV.mul_(slope_CV).neg_()
         else:
-            d_z_CV = kept_CV * -d_logprobs_C.unsqueeze(1)
-        d_z_CV.scatter_add_(1, targets_C.unsqueeze(1), d_logprobs_C.unsqueeze(1))
+            d_z_CV = kept_CV * -d_logprobs_C1
+        d_z_CV.scatter_add_(1, targets_CJ, d_logprobs_CJ)
         return d_z_CV.div_(temperatures_C1).to(ctx.logits_dtype), None, None, None

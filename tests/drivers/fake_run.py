@@ -18,6 +18,7 @@ from paceline.drivers import sync
 from paceline.drivers.memory import MemoryConfig, make_memory_plan
 from paceline.drivers.run import Cadence, Run
 from paceline.drivers.schedule import SaveRequest
+from paceline.drivers.supply import Pull
 from paceline.evals import EvalDispatcher, EvalResult
 from paceline.evals.estimates import Estimate
 from paceline.evals_settings import EvalsConfig
@@ -159,8 +160,7 @@ def make_run(
     )
     run = Run(
         policy=policy,
-        stream=stream,
-        collect=collect,
+        supply=Pull(stream, collect),
         memory=make_memory_plan(MemoryConfig(order=memory), engine, policy),
         recorder=recorder,
         store=store,
@@ -176,6 +176,7 @@ def make_run(
         ),
         seed=0,
         fingerprint={"seed": 0},
+        data_state=stream.state,
         step=state.step if state else 0,
         saved_step=state.step if state else None,
         epoch_ended=state.epoch_ended if state else False,

@@ -149,14 +149,14 @@ def test_the_data_may_end_the_run(tmp_path: Path, num_epochs: int, num_steps: in
 
 def test_no_update_at_all_is_an_error(tmp_path: Path) -> None:
     run, _ = make_run(tmp_path, num_steps=3, num_epochs=1)
-    run.stream.take(6)
+    run.supply.stream.take(6)
     with pytest.raises(DataError, match="without a single update"):
         drive(run)
 
 
 def test_a_run_that_trained_no_token_is_no_success(tmp_path: Path) -> None:
     run, log = make_run(tmp_path, num_steps=2)
-    collect = run.collect
+    collect = run.supply.take
 
     async def masked(step: int) -> RolloutBatch:
         batch = await collect(step)
@@ -165,7 +165,7 @@ def test_a_run_that_trained_no_token_is_no_success(tmp_path: Path) -> None:
                 sample.mask = [False] * len(sample.mask)
         return batch
 
-    run.collect = masked
+    run.supply.take = masked
     with pytest.raises(RolloutError, match="steps 1 to 2 had no token to train on"):
         drive(run)
     assert log.count("save") == 1  # what there is was saved first
@@ -240,16 +240,16 @@ def test_points_that_come_in_together_are_not_averaged(tmp_path: Path) -> None:
 
 def test_a_step_that_left_nothing_to_learn_from_keeps_its_counts(tmp_path: Path) -> None:
     run, _ = make_run(tmp_path, num_steps=9, num_epochs=1, save_every=50, eval_every=50)
-    collect = run.collect
+    collect = run.supply.take
 
     async def second_is_empty(step: int) -> RolloutBatch:
         if step == 1:
             return await collect(step)
         metrics = Metrics()
-        metrics.sum("rollout/dropped_groups/zero_variance", len(run.stream.take(99)))
+        metrics.sum("rollout/dropped_groups/zero_variance", len(run.supply.stream.take(99)))
         return RolloutBatch([], metrics)
 
-    run.collect = second_is_empty
+    run.supply.take = second_is_empty
     drive(run)
     assert run.store.steps() == [1]
     last = rows(tmp_path)[-1]

@@ -40,6 +40,8 @@ class SquaredError:
 
     learns_from_rollouts: bool = True
     needs_reference: bool = False
+    needs_teacher: bool = False
+    teacher_top_k: int = 0
     needs_entropy_gradient: bool = False
 
     def loss(self, inputs):

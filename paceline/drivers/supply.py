@@ -1,0 +1,54 @@
+"""Where the batches of a policy come from."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from paceline.data.stream import PromptStream
+from paceline.rollout.batch import RolloutBatch
+
+
+class Supply(Protocol):
+    """What a policy's clock asks for data, and tells of its progress."""
+
+    @property
+    def epoch(self) -> int:
+        """Passes over the prompts of which this policy has taken everything."""
+
+    @property
+    def is_exhausted(self) -> bool:
+        """True if no further batch will come."""
+
+    async def collect(self, step: int) -> RolloutBatch:
+        """The groups of a step; none, or fewer than usual, at the end of the data."""
+
+    def learned(self) -> None:
+        """The batch that was collected last has been trained on."""
+
+    def published(self, step: int) -> None:
+        """The engines serve the weights of this step."""
+
+
+@dataclass(slots=True)
+class Pull:
+    """Collects when it is asked, and nothing before: each batch is sampled for its own step."""
+
+    stream: PromptStream
+    take: Callable[[int], Awaitable[RolloutBatch]]
+
+    @property
+    def epoch(self) -> int:
+        return self.stream.epoch
+
+    @property
+    def is_exhausted(self) -> bool:
+        return self.stream.num_left == 0
+
+    async def collect(self, step: int) -> RolloutBatch:
+        return await self.take(step)
+
+    def learned(self) -> None: ...
+
+    def published(self, step: int) -> None: ...
