@@ -10,6 +10,8 @@
     ├── WeightError            a publish did not reach every engine intact        (RuntimeError)
     ├── CheckpointError        a checkpoint is missing, damaged or can not be written
     │   └── ResumeMismatchError    it belongs to another model, data set or algorithm
+    ├── GateError              the policies of a run did not come to rest         (RuntimeError)
+    ├── SupervisionError       a policy's task ended too early, or would not end  (RuntimeError)
     ├── DeadlineError          a wait ended at its deadline                       (TimeoutError)
     └── MissingExtraError      an optional dependency is not installed            (ImportError)
 
@@ -60,6 +62,14 @@ class CheckpointError(PacelineError, RuntimeError):
 
 class ResumeMismatchError(CheckpointError):
     """A checkpoint belongs to another model, data set or algorithm."""
+
+
+class GateError(PacelineError, RuntimeError):
+    """The policies of a run did not come to rest together, or the gate between them was misused."""
+
+
+class SupervisionError(PacelineError, RuntimeError):
+    """The task of a policy ended before the run did, or did not end with it."""
 
 
 class DeadlineError(PacelineError, TimeoutError):

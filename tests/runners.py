@@ -35,7 +35,7 @@ def make(
 ) -> Runner:
     reward = reward or FakeReward(lambda prompt, completion: 1.0)
     fields = {"samples_per_prompt": 2, **config}
-    return Runner(
+    return Runner.single(
         engine,
         renderer(template),
         env or SingleTurn(reward),  # type: ignore[arg-type]

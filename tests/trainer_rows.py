@@ -28,6 +28,7 @@ class PlainPolicyGradient:
     kl_coef: float = 0.0
     entropy_coef: float = 0.0
     sequence_coef: float = 0.5
+    learns_by_advantage_alone: bool = False
     needs_teacher: bool = False
     teacher_top_k: int = 0
     learns_from_rollouts: bool = True

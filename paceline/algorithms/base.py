@@ -124,6 +124,11 @@ class Objective(Protocol):
     def needs_entropy_gradient(self) -> bool:
         """True if the entropy is a term of the loss."""
 
+    @property
+    def learns_by_advantage_alone(self) -> bool:
+        """True if rows whose advantages are all 0 add nothing to the gradient, so that a trainer
+        may leave out their backward."""
+
     def loss(self, inputs: LossInputs) -> LossOutput:
         """This micro-batch's share of the loss."""
 

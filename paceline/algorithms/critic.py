@@ -28,6 +28,7 @@ class ValueObjective:
     needs_teacher: bool = False
     teacher_top_k: int = 0
     needs_entropy_gradient: bool = False
+    learns_by_advantage_alone: bool = False
     learns_from_rollouts: bool = True
 
     def loss(self, inputs: LossInputs) -> LossOutput:

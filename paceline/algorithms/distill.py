@@ -85,6 +85,10 @@ class Distill(Clipped, GroupRelative):
         return self.top_k
 
     @property
+    def learns_by_advantage_alone(self) -> bool:
+        return False
+
+    @property
     def min_group_size(self) -> int:
         return 2 if self.reward_coef > 0 else 1
 

@@ -116,6 +116,10 @@ class PolicyGradient(Config):
         return self.entropy_coef > 0
 
     @property
+    def learns_by_advantage_alone(self) -> bool:
+        return not (self.has_kl_in_loss or self.needs_entropy_gradient)
+
+    @property
     def critic(self) -> Objective | None:
         return None
 

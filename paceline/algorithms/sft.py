@@ -36,6 +36,7 @@ class Sft(Config):
     needs_teacher: ClassVar[bool] = False
     teacher_top_k: ClassVar[int] = 0
     needs_entropy_gradient: ClassVar[bool] = False
+    learns_by_advantage_alone: ClassVar[bool] = False
     critic: ClassVar[Objective | None] = None
     needs_final_values: ClassVar[bool] = False
     min_group_size: ClassVar[int] = 1

@@ -208,7 +208,7 @@ def make_runner(
     env = load_env(
         run_file.rollout.env, base=run_file.base, reward=reward, needs_reward=needs_reward
     )
-    return Runner(
+    return Runner.single(
         engine,
         text.renderer,
         env,

@@ -33,6 +33,7 @@ from paceline.checkpoint import Checkpoint, CheckpointStore, RunState, check_com
 from paceline.config import RunFile, write_run_file
 from paceline.data.stream import PromptStream, steps_for_epochs
 from paceline.drivers import sync
+from paceline.drivers.board import Board
 from paceline.drivers.dispose import Disposer
 from paceline.drivers.memory import make_memory_plan
 from paceline.drivers.run import Cadence, Run
@@ -112,6 +113,7 @@ async def open_run(run_file: RunFile, given: Given, disposer: Disposer) -> Run:
     return Run(
         policy=policy,
         supply=Pull(stream, _collector(run_file, policy, stream, text, reward)),
+        board=Board([POLICY], POLICY),
         memory=make_memory_plan(run_file.memory, policy.engine, policy),
         recorder=recorder,
         store=store,

@@ -150,6 +150,8 @@ class RunFile(Config):
             blocks["data"], blocks["reward"] = self.data, self.reward
         elif own.reward is None:
             blocks["reward"] = self.reward
+        if own.teacher is None and own.algorithm.needs_teacher:
+            blocks["teacher"] = self.teacher
         return self.model_copy(update=blocks)
 
     @property

@@ -20,6 +20,7 @@ from paceline.drivers.schedule_settings import ScheduleConfig
 from paceline.engines.base import EmbeddedEngineConfig
 from paceline.models import ModelConfig
 from paceline.rollout.settings import RewardConfig, RolloutConfig
+from paceline.teachers.base import TeacherConfig
 from paceline.trainers.base import CriticConfig, SingleTrainerConfig
 from paceline.types import Config
 
@@ -44,6 +45,8 @@ class PolicyConfig(Config):
     """What changes its weights; what is left out is as in `[trainer]`."""
     critic: CriticConfig | None = None
     """Its critic, with an algorithm that needs one; what is left out is as in `[critic]`."""
+    teacher: TeacherConfig | None = None
+    """Its teacher, with an algorithm that needs one; default: `[teacher]`."""
     engine: EmbeddedEngineConfig = EmbeddedEngineConfig()
     """What makes its tokens; what is left out is as in `[engine]`."""
     schedule: ScheduleConfig = ScheduleConfig()
@@ -58,7 +61,7 @@ class PolicyConfig(Config):
 
 
 POLICY_BLOCKS = tuple(name for name in PolicyConfig.model_fields if name != "learns")
-INHERITED = tuple(name for name in POLICY_BLOCKS if name not in ("data", "reward"))
+INHERITED = tuple(name for name in POLICY_BLOCKS if name not in ("data", "reward", "teacher"))
 
 Tables = dict[str, Any]
 

@@ -88,6 +88,14 @@ def names_of_policies(run_file: RunFile, situation: Situation) -> Iterator[Probl
             yield Problem(("policies",), "none of them learns: set learns = true for one")
 
 
+@reads("policies", "teacher")
+def teacher_has_a_pupil(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
+    if run_file.teacher is None or not run_file.policies or situation.purpose != "train":
+        return
+    if not any(p.algorithm.needs_teacher and not p.teacher for p in run_file.policies.values()):
+        yield Problem(("teacher",), "no policy learns from it: take the block out")
+
+
 @reads("policies", "run.leader")
 def leader_is_one(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
     leader = run_file.run.leader

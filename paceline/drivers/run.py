@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from paceline.checkpoint import CheckpointStore
+from paceline.drivers.board import Board
 from paceline.drivers.memory import MemoryPlan
 from paceline.drivers.schedule import SaveRequest, due
 from paceline.drivers.supply import Supply
@@ -42,6 +43,7 @@ class Run:
     policy: Policy
     supply: Supply
     memory: MemoryPlan
+    board: Board
     recorder: Recorder
     store: CheckpointStore
     save_request: SaveRequest
@@ -58,8 +60,6 @@ class Run:
     threads: int | None = None
     step: int = 0
     """The last finished step, over all restarts."""
-    trained_step: int = 0
-    """The last step that was learned from; ahead of `step` while it is being finished."""
     first_step: int = 1
     """The first step of this process."""
     saved_step: int | None = None

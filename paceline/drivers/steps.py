@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from paceline.checkpoint import PolicyProgress, RunState
 from paceline.drivers.run import Run
@@ -12,6 +14,21 @@ from paceline.rollout.batch import RolloutBatch
 
 logger = logging.getLogger(__name__)
 
+COLLECTING = "waiting for data"
+"""A phase as the board tells it."""
+
+
+@contextmanager
+def _phase(run: Run, name: str, doing: str) -> Iterator[None]:
+    """A phase of the policy's step, timed by the recorder and told by the board."""
+    with run.recorder.phase(name, run.policy.name), run.board.during(run.policy.name, doing):
+        yield
+
+
+def is_waiting(run: Run) -> bool:
+    """True while the policy waits for data, between two steps."""
+    return run.board[run.policy.name].phase == COLLECTING
+
 
 async def start(run: Run) -> None:
     """Publish before anything is sampled, then measure what training starts from.
@@ -20,7 +37,7 @@ async def start(run: Run) -> None:
     eval, if one was due, was lost with the process.
     """
     run.first_step = run.step + 1
-    run.trained_step = run.step
+    run.board.restored(run.policy.name, run.step)
     name, version = run.policy.name, run.policy.trainer.version
     run.recorder.event("start", policy=name, after_step=run.step, version=version)
     await publish(run, run.step)
@@ -40,7 +57,7 @@ async def collect(run: Run, step: int) -> RolloutBatch:
     """Wait for the groups of a step; none if the data has come to its end."""
     run.recorder.begin_step(run.policy.name, step)
     epoch = run.supply.epoch
-    with run.recorder.phase("collect", run.policy.name):
+    with _phase(run, "collect", COLLECTING):
         batch = await run.supply.collect(step)
     run.epoch_ended = run.cadence.counts_epochs and run.supply.epoch > epoch
     run.recorder.log(run.policy.name, batch.metrics)
@@ -53,10 +70,10 @@ async def learn(run: Run, step: int, batch: RolloutBatch) -> None:
     The critic learns before the actor, and alone in its warm-up.
     """
     critic_only = step <= run.policy.critic_only_steps
-    with run.recorder.phase("learn", run.policy.name):
+    with _phase(run, "learn", "learning"):
         credit, metrics = await run.policy.learn(batch.groups, critic_only=critic_only)
     run.supply.learned()
-    run.trained_step = step
+    run.board.trained(run.policy.name, step)
     run.recorder.log(run.policy.name, metrics)
     unused = [*batch.dropped, *((group, "surplus") for group in batch.discarded)]
     run.recorder.samples(step, run.policy.name, batch.groups, credit.advantages, unused)
@@ -79,9 +96,15 @@ def is_save_due(run: Run, step: int) -> bool:
 
 async def publish(run: Run, step: int) -> None:
     """Wait until every engine serves the trainer's weights."""
-    with run.recorder.phase("publish", run.policy.name):
+    with _phase(run, "publish", "publishing"):
         await run.policy.publish()
+    run.board.published(run.policy.name, step)
     run.supply.published(step)
+
+
+async def publish_if_due(run: Run, step: int) -> None:
+    if run.is_publish_due(step):
+        await publish(run, step)
 
 
 async def evaluate_if_due(run: Run, step: int) -> None:
@@ -130,7 +153,7 @@ async def save(run: Run, step: int) -> None:
     """
     members = {member.policy.name: member for member in (run, *run.others)}
     waits_for_eval = run.is_eval_due(step)
-    with run.recorder.phase("save"), run.store.staging(step) as staged:
+    with _phase(run, "save", "saving"), run.store.staging(step) as staged:
         for name, member in members.items():
             await member.policy.save(staged.policy_folder(name), staged.critic_folder(name))
         staged.write_json("data.json", run.data_state())
@@ -158,13 +181,15 @@ async def save(run: Run, step: int) -> None:
 def _progress(run: Run) -> PolicyProgress:
     critic = run.policy.critic
     return PolicyProgress(
-        run.trained_step, run.policy.trainer.version, None if critic is None else critic.version
+        run.board[run.policy.name].trained,
+        run.policy.trainer.version,
+        None if critic is None else critic.version,
     )
 
 
 async def _evaluate(run: Run, step: int) -> None:
     is_last = run.is_last(step)
-    with run.recorder.phase("eval"):
+    with _phase(run, "eval", "measuring"):
         results = await run.evals.dispatch(step, run.policy.version, force=is_last)
         if is_last:
             results += await run.evals.drain()  # ends: by the time that a point may take

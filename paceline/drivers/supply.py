@@ -8,6 +8,7 @@ from typing import Protocol
 
 from paceline.data.stream import PromptStream
 from paceline.rollout.batch import RolloutBatch
+from paceline.types import JsonValue
 
 
 class Supply(Protocol):
@@ -30,6 +31,9 @@ class Supply(Protocol):
     def published(self, step: int) -> None:
         """The engines serve the weights of this step."""
 
+    def state(self) -> JsonValue:
+        """What a checkpoint keeps: a batch that was not learned from counts as not taken."""
+
 
 @dataclass(slots=True)
 class Pull:
@@ -37,6 +41,8 @@ class Pull:
 
     stream: PromptStream
     take: Callable[[int], Awaitable[RolloutBatch]]
+    _before: JsonValue = None
+    """The cursor before the batch that is being collected or learned from."""
 
     @property
     def epoch(self) -> int:
@@ -47,8 +53,13 @@ class Pull:
         return self.stream.num_left == 0
 
     async def collect(self, step: int) -> RolloutBatch:
+        self._before = self.stream.state()
         return await self.take(step)
 
-    def learned(self) -> None: ...
+    def learned(self) -> None:
+        self._before = None
+
+    def state(self) -> JsonValue:
+        return self.stream.state() if self._before is None else self._before
 
     def published(self, step: int) -> None: ...

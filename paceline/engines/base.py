@@ -59,7 +59,7 @@ class CutSignal:
 
     def __init__(self) -> None:
         self.is_set = False
-        self._listeners: dict[object, Callable[[], None]] = {}
+        self._listeners: dict[object, Callable[[], object]] = {}
 
     def set(self) -> None:
         """Cut all answers that carry it, now and later. Idempotent."""
@@ -69,7 +69,7 @@ class CutSignal:
                 listener()
 
     @contextmanager
-    def listening(self, listener: Callable[[], None]) -> Iterator[None]:
+    def listening(self, listener: Callable[[], object]) -> Iterator[None]:
         """Call the listener when the signal is set: at once if it is, never after the block."""
         key = object()
         self._listeners[key] = listener

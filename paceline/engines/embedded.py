@@ -21,6 +21,7 @@ from paceline.engines.embedded_model import CachedModel
 from paceline.engines.embedded_queue import Generation, Intake
 from paceline.engines.embedded_serving import Serving
 from paceline.engines.embedded_weights import OwnWeights
+from paceline.engines.turns import Turns
 from paceline.errors import EngineError, WeightError
 from paceline.weights.base import PauseMode, WeightPlan
 from paceline.weights.receive import receive_into
@@ -35,7 +36,7 @@ class EmbeddedEngine:
     With `weights = "copy"` the engine makes a copy of the module and takes weights by `receive`
     alone. Otherwise it uses the given module as it stands, which may be the trainer's own: it is
     never changed, and its mode is put back after each job; whoever trains it must keep the engine
-    paused or idle meanwhile.
+    paused or idle meanwhile. Engines that are given the same `turns` never work at one time.
 
     Greedy answers (temperature 0) carry the log-probs their tokens have at temperature 1.
 
@@ -53,6 +54,7 @@ class EmbeddedEngine:
         policy: str,
         eos_token_ids: frozenset[int],
         version: int = 0,
+        turns: Turns | None = None,
     ) -> None:
         self.policy = policy
         self._weights: OwnWeights | None = None
@@ -78,7 +80,10 @@ class EmbeddedEngine:
             tokenizer=tokenizer,
         )
         self._serving = Serving(
-            self._batch, max_prefill_tokens=config.max_prefill_tokens, name=f"engine-{policy}"
+            self._batch,
+            max_prefill_tokens=config.max_prefill_tokens,
+            name=f"engine-{policy}",
+            turns=turns,
         )
         self._asleep: frozenset[Part] = frozenset()
         self._lacks_weights = False

@@ -97,6 +97,13 @@ class WaitingQueue:
         """True if a waiting sequence has this prompt."""
         return prompt_key in self._prompts
 
+    def sort(self) -> None:
+        """Order by group and seed, where the order of arrival is left to chance."""
+        ordered = sorted(self._sequences, key=lambda g: (g.request.group, g.request.seed))
+        for sequence in ordered:
+            self._sequences.move_to_end(sequence)
+            self._prompts.move_to_end(sequence.prompt_key)
+
     def prompts(self, max_tokens: int) -> dict[bytes, IntArray]:
         """Distinct prompts by first arrival, as many as fit in `max_tokens` together."""
         found: dict[bytes, IntArray] = {}

@@ -21,6 +21,7 @@ from paceline.engines.base import Completion
 from paceline.engines.embedded_batch import Batch, Job
 from paceline.engines.embedded_queue import Generation, WaitingQueue
 from paceline.engines.embedded_sampler import IntArray
+from paceline.engines.turns import Turns
 from paceline.errors import EngineError
 from paceline.weights.base import PauseMode
 
@@ -44,7 +45,11 @@ class _Score:
 class Serving:
     """Answers and scores, first come first served, and the pauses between them."""
 
-    def __init__(self, batch: Batch, *, max_prefill_tokens: int, name: str) -> None:
+    def __init__(
+        self, batch: Batch, *, max_prefill_tokens: int, name: str, turns: Turns | None = None
+    ) -> None:
+        self._turns = turns
+        self._place = 0 if turns is None else turns.join()
         self.waiting = WaitingQueue()
         self._batch = batch
         self._max_prefill_tokens = max_prefill_tokens
@@ -155,6 +160,8 @@ class Serving:
     async def close(self) -> None:
         """End the task and fail what is open. Idempotent."""
         self._is_closed = True
+        if self._turns is not None:
+            self._turns.leave(self._place)
         self._batch.is_interrupted = True
         self._wake_up.set()
         if self._task is not None and self._task.get_loop() is asyncio.get_running_loop():
@@ -170,6 +177,8 @@ class Serving:
         elif self._task.get_loop() is not asyncio.get_running_loop():
             raise EngineError("the engine serves another event loop, which was not ended properly")
         self._arrivals += 1
+        if self._turns is not None:
+            self._turns.moved()
         self._batch.is_interrupted |= interrupts
         self._wake_up.set()
 
@@ -179,7 +188,7 @@ class Serving:
                 await self._settle()
                 if self._is_closed:
                     break
-                if not await self._turn():
+                if not await self._in_turn():
                     self._rest()
                     await self._wake_up.wait()  # ends: `_announce` or `close`
                     self._wake_up.clear()
@@ -200,6 +209,23 @@ class Serving:
             seen = self._arrivals
             if quiet >= SETTLE_TURNS:
                 return
+
+    async def _in_turn(self) -> bool:
+        """One job, where engines take turns in the engine's own; False if there is none now."""
+        if self._turns is None or not self._has_work:
+            return await self._turn()
+        async with self._turns.turn(self._place):
+            self.waiting.sort()
+            return await self._turn()
+
+    @property
+    def _has_work(self) -> bool:
+        if self._aborts:
+            return True
+        if self._held == "freeze" or self._is_suspended:
+            return False
+        is_fed = bool(self._scores or self.waiting) and self._held is None
+        return is_fed or self._batch.num_active > 0
 
     async def _turn(self) -> bool:
         """Do one job; False if there is nothing to do now."""

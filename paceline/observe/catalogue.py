@@ -78,6 +78,11 @@ CATALOGUE: dict[str, Meaning] = {
     ),
     "eval/<set>/reward/high": Meaning("Upper end of its 95 % interval, by prompt", "", "the set"),
     "eval/<set>/reward/low": Meaning("Lower end of its 95 % interval, by prompt", "", "the set"),
+    "eval/<set>/role/<role>/reward": Meaning(
+        "Reward of one role, where the environment has several",
+        "",
+        "mean over prompts of the mean over a prompt's scored episodes",
+    ),
     "eval/<set>/samples": Meaning("Scored answers", "answers", "sum over the set"),
     "eval/<set>/skipped": Meaning("1 if the eval failed and has no numbers, else 0", "", "the set"),
     "eval/<set>/step": Meaning(
@@ -146,6 +151,20 @@ CATALOGUE: dict[str, Meaning] = {
     "rollout/reward_std": Meaning(
         "Standard deviation (divided by n) of all rewards of the step", "", "scored episodes"
     ),
+    "rollout/role/<role>/answer_tokens": Meaning(
+        "Tokens of an answer of the role, in runs with several roles", "tokens", "mean over answers"
+    ),
+    "rollout/role/<role>/episodes": Meaning(
+        "Scored episodes in which the role spoke", "episodes", "sum over the step"
+    ),
+    "rollout/role/<role>/reward": Meaning(
+        "Reward of the role, shaping included",
+        "",
+        "mean over scored episodes in which the role spoke",
+    ),
+    "rollout/role/<role>/turns": Meaning(
+        "Answers of the role", "answers", "mean over scored episodes in which the role spoke"
+    ),
     "rollout/sampled_tokens": Meaning(
         "Tokens of the answers that could be scored", "tokens", "sum over the step"
     ),
@@ -172,6 +191,9 @@ CATALOGUE: dict[str, Meaning] = {
         "k3 of KL(old||current): how far the updates moved the policy",
         "nats",
         "mean over trained tokens",
+    ),
+    "train/baseline/<role>": Meaning(
+        "Running baseline that the role's rewards are compared with", "", "the step"
     ),
     "train/clip_fraction": Meaning(
         "Tokens whose ratio is clipped", "share", "mean over trained tokens"

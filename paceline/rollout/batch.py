@@ -19,22 +19,13 @@ from typing import Protocol
 
 from paceline.errors import RolloutError
 from paceline.observe.metrics import Metrics
-from paceline.rollout.filters import (
-    all_failed,
-    drop_reason,
-    mask_truncated,
-    settle_failures,
-    shape_overlong,
-)
+from paceline.rollout.filters import all_failed, mask_truncated
 from paceline.rollout.runner import Runner
-from paceline.rollout.settings import OnFailure
+from paceline.rollout.settle import settle
 from paceline.rollout.summary import summarise
-from paceline.types import Draw, Group, Sample
+from paceline.types import Draw, Group
 
 logger = logging.getLogger(__name__)
-
-MAX_NAMED = 3
-"""Failed samples that a log line names per cause."""
 
 
 class DrawSource(Protocol):
@@ -94,10 +85,6 @@ class _Waves:
         self._kept: list[Group] = []
         self._dropped: list[tuple[Group, str]] = []
 
-    @property
-    def _on_failure(self) -> OnFailure:
-        return "drop_sample" if self._runner.reward is None else self._runner.reward.on_failure
-
     async def run(self, stream: DrawSource, step: int) -> None:
         """Waves until there are groups enough, the stream is exhausted, or waves are used up."""
         while self._num_waves <= self._config.max_refills and not self._num_short:
@@ -143,13 +130,13 @@ class _Waves:
 
     def _sort(self, groups: Sequence[Group], step: int) -> None:
         """Settle one wave's groups and keep or drop each."""
-        _log_failures(groups, step)
-        for group in groups:
-            reason = settle_failures(group, self._on_failure)
-            shape_overlong(group, self._config)
-            reason = reason or drop_reason(group, self._runner.policy, self._config)
-            self._groups.append(group)
-            if reason is None:
+        policy = self._runner.policy
+        settled = settle(
+            groups, [policy], config=self._config, reward=self._runner.reward, step=step
+        )
+        self._groups += groups
+        for group, reasons in zip(groups, settled, strict=True):
+            if (reason := reasons[policy]) is None:
                 self._kept.append(group)
             else:
                 self._dropped.append((group, reason))
@@ -166,18 +153,3 @@ class _Waves:
             "rollout.samples_per_prompt, a higher rollout.sampling.temperature, or more "
             "rollout.max_refills"
         )
-
-
-def _log_failures(groups: Sequence[Group], step: int) -> None:
-    """One line for each cause, with the first samples it befell."""
-    by_cause: dict[str, list[Sample]] = {}
-    for sample in (sample for group in groups for sample in group.samples()):
-        if sample.cause is not None:
-            by_cause.setdefault(sample.cause, []).append(sample)
-    for cause, samples in by_cause.items():
-        named = ", ".join(f"{s.prompt_id}/{s.episode}" for s in samples[:MAX_NAMED])
-        detail = samples[0].detail.partition("\n")[0]
-        logger.warning(
-            "step %d: %d samples failed by %s (%s%s): %s",
-            step, len(samples), cause, named, ", ..." if len(samples) > MAX_NAMED else "", detail,
-        )  # fmt: skip

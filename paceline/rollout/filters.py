@@ -41,16 +41,16 @@ def settle_failures(group: Group, on_failure: OnFailure) -> str | None:
 def shape_overlong(group: Group, config: RolloutConfig) -> None:
     """Subtract the overlong penalty from the reward of each long answer, in place.
 
-    With L = max_tokens, W = overlong_window, n = tokens of the longest answer of an episode:
-    penalty * clamp((n - (L - W)) / W, 0, 1).
+    With L = max_tokens, W = overlong_window, n = tokens of the longest answer of a role in an
+    episode: penalty * clamp((n - (L - W)) / W, 0, 1).
     """
     if not config.overlong_penalty:
         return
     free = config.sampling.max_tokens - config.overlong_window
     for episode in group.episodes:
-        excess = (longest_answer(episode) - free) / config.overlong_window
-        penalty = -config.overlong_penalty * min(max(excess, 0.0), 1.0) + 0.0
         for sample in episode.samples:
+            excess = (longest_answer(episode, sample.role) - free) / config.overlong_window
+            penalty = -config.overlong_penalty * min(max(excess, 0.0), 1.0) + 0.0
             if sample.reward is not None:
                 sample.reward += penalty
                 sample.reward_parts[OVERLONG] = penalty
@@ -95,9 +95,9 @@ def mask_truncated(group: Group) -> None:
             sample.versions = [NO_VERSION] * length
 
 
-def longest_answer(episode: Episode) -> int:
-    """Tokens of the longest single answer of an episode."""
-    return max(answer_lengths(episode.samples), default=0)
+def longest_answer(episode: Episode, role: str) -> int:
+    """Tokens of the longest single answer of a role in an episode."""
+    return max(answer_lengths([s for s in episode.samples if s.role == role]), default=0)
 
 
 def answer_lengths(samples: Sequence[Sample]) -> Iterator[int]:

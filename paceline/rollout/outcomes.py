@@ -31,14 +31,19 @@ def to_outcome(result: Any, roles: Sequence[str]) -> Outcome:
 
     A mapping by role gives each role its reward; any other result is scored as a reward
     function's and goes to every role. An Outcome that holds what can not be used is a failed one,
-    with a cause that names it.
+    with a cause that names it. So is a mapping that names some roles and something else.
     """
     if isinstance(result, Outcome):
         try:
             return _checked(result, roles)
         except _UnusableError as exc:
             return failed_outcome(f"env/{exc.word}", str(exc))
-    if isinstance(result, Mapping) and result and set(result) <= set(roles):
+    strange = set(result) - set(roles) if isinstance(result, Mapping) else set()
+    if strange and len(roles) > 1 and len(strange) < len(result):
+        named = ", ".join(map(repr, sorted(map(str, strange))))
+        known = ", ".join(map(repr, roles))
+        return failed_outcome("env/unknown_role", f"it gives a reward to {named}; there is {known}")
+    if isinstance(result, Mapping) and result and not strange:
         scores = {role: to_score(value, {}) for role, value in result.items()}
     else:
         scores = dict.fromkeys(roles, to_score(result, {}))

@@ -1,11 +1,11 @@
 """Plays episodes: prompts in, groups of scored samples out.
 
-    draws --> one task per episode --> env <--> actors <--> engine
-                                        '--> reward --> Group
+    draws --> one task per episode --> env <--> an actor for each role <--> engines
+                                        '--> rewards by role --> Group
 
-All episodes of a call start at once and in order, so that the engine sees every request before
-its first step. A failing episode is a sample with a status and a cause; a broken engine ends the
-whole call with the engine's own exception.
+All episodes of a call start at once and in order, so that an engine sees every first request
+before its first step. A failing episode is a sample with a status and a cause; a broken engine ends
+the whole call with the engine's own exception.
 """
 
 from __future__ import annotations
@@ -13,22 +13,24 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import math
-from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from paceline.deadline import stop
-from paceline.engines.base import Engine, Sampling
-from paceline.errors import EngineError, PacelineError
+from paceline.engines.base import CutSignal, Engine, Sampling
+from paceline.errors import ConfigError, EngineError, PacelineError
 from paceline.rollout.actor import RecordingActor, Seat
+from paceline.rollout.award import award, award_other, has_failed
 from paceline.rollout.env import Env, Outcome
 from paceline.rollout.outcomes import failed_outcome, to_outcome
 from paceline.rollout.renderer import Renderer
 from paceline.rollout.rewards import Reward
 from paceline.rollout.score import exception_score
+from paceline.rollout.seats import AnySeat, Player, learning_policies, seat_for
 from paceline.rollout.settings import RolloutConfig
-from paceline.types import Draw, Episode, Group, Sample, Status, derive_seed
+from paceline.types import Draw, Episode, Group, derive_seed
 from paceline.user_code import NOT_OF_USER_CODE
 
 logger = logging.getLogger(__name__)
@@ -36,8 +38,6 @@ T = TypeVar("T")
 
 CANCEL_TIMEOUT_S = 30.0
 """For environments to end once they are cancelled."""
-ORIGINS = ("engine", "env", "reward")
-"""A cause is `<origin>/<word>`."""
 
 
 @dataclass(slots=True)
@@ -46,18 +46,48 @@ class _Place:
 
     draw: Draw
     index: int
+    cut: CutSignal
     attempt: int = 0
 
 
 class Runner:
-    """Runs episodes of one environment against the engine of one policy.
+    """Plays episodes of one environment with the seats of its roles.
 
-    samples_per_prompt, sampling: those of `config` unless given (evals have their own). purpose:
-    keeps the seeds of training ("sample") and of each eval apart.
+    policy: whose batches these are; default: that of the first role that learns.
+    samples_per_prompt: that of `config` unless given (evals have their own). purpose: keeps the
+    seeds of training ("sample") and of each eval apart. Raises ConfigError if no role learns.
     """
 
     def __init__(
         self,
+        seats: Mapping[str, AnySeat],
+        env: Env,
+        reward: Reward | None,
+        config: RolloutConfig,
+        *,
+        run_seed: int,
+        policy: str | None = None,
+        samples_per_prompt: int | None = None,
+        purpose: str = "sample",
+    ) -> None:
+        policies = list(dict.fromkeys(learning_policies(seats).values()))
+        if not policies:
+            raise ConfigError(f"none of the roles {', '.join(seats)} is played by one that learns")
+        self.config = config
+        self.policies = policies
+        """Those that have samples in the groups."""
+        self.policy = policy or policies[0]
+        self.reward = reward
+        self.samples_per_prompt = samples_per_prompt or config.samples_per_prompt
+        self._seats = dict(seats)
+        self._env = env
+        self._run_seed = run_seed
+        self._purpose = purpose
+        self._cuts: dict[int, CutSignal] = {}
+
+    @classmethod
+    def single(
+        cls,
         engine: Engine,
         renderer: Renderer,
         env: Env,
@@ -69,17 +99,17 @@ class Runner:
         samples_per_prompt: int | None = None,
         sampling: Sampling | None = None,
         purpose: str = "sample",
-    ) -> None:
-        self.config = config
-        self.policy = policy
-        self.reward = reward
-        self.samples_per_prompt = samples_per_prompt or config.samples_per_prompt
-        self.sampling = sampling or config.sampling
-        self._engine = engine
-        self._renderer = renderer
-        self._env = env
-        self._run_seed = run_seed
-        self._purpose = purpose
+    ) -> Runner:
+        """One policy, in the role of its own name. sampling: that of `config` unless given."""
+        return cls(
+            {policy: Seat(policy, engine, renderer, sampling or config.sampling)},
+            env,
+            reward,
+            config,
+            run_seed=run_seed,
+            samples_per_prompt=samples_per_prompt,
+            purpose=purpose,
+        )
 
     async def collect(
         self,
@@ -91,56 +121,85 @@ class Runner:
     ) -> list[Group]:
         """One group a draw, in order, with all its episodes, failed ones included.
 
-        Raises the engine's own exception if the engine broke or could serve no episode at all.
-        Cancelling the call cancels every episode.
+        sampling: of the roles that learn. Raises the engine's own exception if an engine broke or
+        could serve no episode at all. Cancelling the call cancels every episode.
         """
         count = samples_per_prompt or self.samples_per_prompt
-        seat = Seat(self.policy, self._engine, self._renderer, sampling or self.sampling)
-        places = [_Place(draw, index) for draw in draws for index in range(count)]
-        played = await _run_all([self._play(place, seat) for place in places])
-        for attempt in range(1, self.config.episode_retries + 1):
-            again = [i for i, (episode, _) in enumerate(played) if _is_unserved(episode)]
-            if not again:
-                break
-            logger.warning("step %d: %d episodes not served, playing again", step, len(again))
-            retried = [_Place(places[i].draw, places[i].index, attempt) for i in again]
-            results = await _run_all([self._play(place, seat) for place in retried])
-            for i, result in zip(again, results, strict=True):
-                played[i] = result
-        refusals = [refusal for _, refusal in played if refusal is not None]
-        if refusals and len(refusals) == len(played):
-            raise refusals[0]
-        episodes = [episode for episode, _ in played]
+        seats = self._seats if sampling is None else _with_sampling(self._seats, sampling)
+        cuts = {draw.ordinal: CutSignal() for draw in draws}
+        places = [_Place(draw, i, cuts[draw.ordinal]) for draw in draws for i in range(count)]
+        self._cuts |= cuts
+        try:
+            episodes = await self._play_all(places, seats, step)
+        finally:
+            for ordinal in cuts:
+                del self._cuts[ordinal]
         return [
             Group(draw.prompt, episodes[i * count : (i + 1) * count], draw.ordinal)
             for i, draw in enumerate(draws)
         ]
 
-    async def _play(self, place: _Place, seat: Seat) -> tuple[Episode, EngineError | None]:
+    def cut_short(self, draw: Draw) -> bool:
+        """End the answers of a draw that is being collected; False if it is not.
+
+        Answers under way keep their tokens and count as truncated, those that follow are empty;
+        the environment goes on and gives its rewards.
+        """
+        cut = self._cuts.get(draw.ordinal)
+        if cut is not None:
+            cut.set()
+        return cut is not None
+
+    async def _play_all(
+        self, places: Sequence[_Place], seats: Mapping[str, AnySeat], step: int
+    ) -> list[Episode]:
+        played = await _run_all([self._play(place, seats) for place in places])
+        for attempt in range(1, self.config.episode_retries + 1):
+            again = [i for i, (episode, _) in enumerate(played) if _is_unserved(episode)]
+            if not again:
+                break
+            logger.warning("step %d: %d episodes not served, playing again", step, len(again))
+            retried = [replace(places[i], attempt=attempt) for i in again]
+            results = await _run_all([self._play(place, seats) for place in retried])
+            for i, result in zip(again, results, strict=True):
+                played[i] = result
+        refusals = [refusal for _, refusal in played if refusal is not None]
+        if refusals and len(refusals) == len(played):
+            raise refusals[0]
+        return [episode for episode, _ in played]
+
+    async def _play(
+        self, place: _Place, seats: Mapping[str, AnySeat]
+    ) -> tuple[Episode, EngineError | None]:
         """One episode, and the engine's refusal if it was not served."""
+        actors = {role: self._actor(place, role, seat) for role, seat in seats.items()}
+        outcome = await self._outcome(place.draw, actors)
+        refusals = (actor.refusal for actor in actors.values() if actor.refusal is not None)
+        return _episode(place, actors, outcome), next(refusals, None)
+
+    def _actor(self, place: _Place, role: str, seat: AnySeat) -> Player:
+        """Seeds depend on names and places, never on the order of roles or of calls."""
         draw = place.draw
+        where = (self._purpose, draw.ordinal, draw.prompt.id, place.index)
+        player = seat_for(seat, derive_seed(self._run_seed, "pick", role, *where))
         retry = ("retry", place.attempt) if place.attempt else ()
-        keys = (self.policy, self._purpose, draw.ordinal, draw.prompt.id, place.index, *retry)
+        of_role = () if role == player.policy else ("role", role)
+        seed = partial(self._turn_seed, (player.policy, *where, *retry, *of_role))
+        return player.actor(role, draw, episode=place.index, seed=seed, cut=place.cut)
 
-        def seed(turn: int) -> int:
-            return derive_seed(self._run_seed, *keys, *((turn,) if turn else ()))
+    def _turn_seed(self, keys: tuple[str | int, ...], turn: int) -> int:
+        return derive_seed(self._run_seed, *keys, *((turn,) if turn else ()))
 
-        actor = RecordingActor(self.policy, seat, draw, episode=place.index, seed=seed)
-        outcome = await self._outcome(draw, actor)
-        samples = [_settle(sample, outcome) for sample in actor.samples()]
-        episode = Episode(draw.prompt.id, place.index, samples, dict(outcome.metrics))
-        return episode, actor.refusal
-
-    async def _outcome(self, draw: Draw, actor: RecordingActor) -> Outcome:
-        """What the environment says; a failure of it, or of the engine, is an outcome too."""
+    async def _outcome(self, draw: Draw, actors: Mapping[str, Player]) -> Outcome:
+        """What the environment says; a failure of it, or of an engine, is an outcome too."""
         limit = asyncio.timeout(self.config.episode_timeout_s)
         failure: BaseException | None = None
         outcome = Outcome({})
         try:
             async with limit:
-                result: Any = self._env(draw.prompt, {actor.role: actor})
+                result: Any = self._env(draw.prompt, dict(actors))
                 if inspect.isawaitable(result):
-                    outcome = to_outcome(await result, (actor.role,))
+                    outcome = to_outcome(await result, tuple(actors))
                 else:
                     kind = type(result).__name__
                     detail = f"the environment gave a {kind}, nothing to await: write `async def`"
@@ -155,10 +214,9 @@ class Runner:
         # The user's code may raise anything, also by `sys.exit`; the runner must outlive it.
         except BaseException as exc:
             failure = exc
-        if actor.fatal is not None:
-            raise actor.fatal
-        if actor.refusal is not None:
-            return failed_outcome("engine/refused", str(actor.refusal))
+        unserved = _unserved_outcome(actors)
+        if unserved is not None:
+            return unserved
         if failure is None:
             return outcome
         if limit.expired():
@@ -170,49 +228,56 @@ class Runner:
         return failed_outcome(f"env/{score.cause}", score.detail)
 
 
-def _settle(sample: Sample, outcome: Outcome) -> Sample:
-    """Give a sample its reward, or the status and cause that stand in for one."""
-    sample.reward_parts = dict(outcome.parts.get(sample.role, {}))
-    if sample.status is Status.ABORTED:
-        return sample
-    status = outcome.status.get(sample.role, outcome.status.get("*"))
-    reward = outcome.rewards.get(sample.role)
-    if status is not None:
-        sample.status = status
-    if not sample.status.is_trainable:
-        sample.cause, sample.detail = _split_cause(outcome.cause or f"env/{sample.status}")
-    elif reward is None and not outcome.is_scored:
-        _check_columns(sample)
-    elif reward is None:
-        sample.status = Status.UNSCORED
-        sample.cause, sample.detail = _split_cause(outcome.cause or _no_reward(sample.role))
-    elif not math.isfinite(reward):
-        sample.status = Status.UNSCORED
-        sample.cause, sample.detail = "env/nan" if math.isnan(reward) else "env/inf", ""
+def _with_sampling(seats: Mapping[str, AnySeat], sampling: Sampling) -> dict[str, AnySeat]:
+    learning = learning_policies(seats)
+    return {
+        role: replace(seat, sampling=sampling)
+        if isinstance(seat, Seat) and role in learning
+        else seat
+        for role, seat in seats.items()
+    }
+
+
+def _unserved_outcome(actors: Mapping[str, Player]) -> Outcome | None:
+    """The failure of an episode that some engine did not serve. A broken engine's is raised.
+
+    An abort is told here only for roles that do not learn: the others' samples hold it themselves.
+    """
+    for actor in actors.values():
+        if actor.fatal is not None:
+            raise actor.fatal
+    for role, actor in actors.items():
+        where = f"role {role!r}: " if len(actors) > 1 else ""
+        if actor.refusal is not None:
+            return failed_outcome("engine/refused", f"{where}{actor.refusal}")
+        if actor.abort is not None and not _learns(actor):
+            return failed_outcome("engine/abort", f"{where}{actor.abort}")
+    return None
+
+
+def _episode(place: _Place, actors: Mapping[str, Player], outcome: Outcome) -> Episode:
+    """What the roles said. One that was silent among several took no part: it has no sample,
+    unless there is nobody else to tell that the episode failed."""
+    learning = [actor for actor in actors.values() if isinstance(actor, RecordingActor)]
+    learning = [actor for actor in learning if actor.learns]
+    if len(actors) == 1:
+        samples = [sample for actor in learning for sample in actor.samples()]
     else:
-        sample.reward = float(reward)
-        _check_columns(sample)
-    return sample
+        samples = [sample for actor in learning for sample in actor.answers()]
+        if not samples and has_failed(outcome):
+            samples = [actor.blank() for actor in learning]
+    others = [s for actor in actors.values() if not _learns(actor) for s in actor.answers()]
+    return Episode(
+        place.draw.prompt.id,
+        place.index,
+        [award(sample, outcome) for sample in samples],
+        dict(outcome.metrics),
+        [award_other(sample, outcome) for sample in others],
+    )
 
 
-def _no_reward(role: str) -> str:
-    return f"env/none: the environment gave no reward for the role {role!r}"
-
-
-def _check_columns(sample: Sample) -> None:
-    try:
-        sample.validate()
-    except ValueError as exc:
-        sample.status, sample.reward = Status.FAILED, None
-        sample.cause, sample.detail = "engine/invalid", str(exc)
-
-
-def _split_cause(text: str) -> tuple[str, str]:
-    """`reward/timeout: no result` -> (`reward/timeout`, `no result`)."""
-    word, _, detail = text.partition(": ")
-    if word.partition("/")[0] in ORIGINS and "/" in word:
-        return word, detail
-    return "env/unscored", text
+def _learns(actor: Player) -> bool:
+    return isinstance(actor, RecordingActor) and actor.learns
 
 
 def _is_unserved(episode: Episode) -> bool:

@@ -40,6 +40,10 @@ class Player(Actor, Protocol):
 class FrozenSeat(Protocol):
     """Plays a role and does not learn."""
 
+    @property
+    def policy(self) -> str:
+        """What to call it; not the name of a policy that learns."""
+
     def actor(
         self,
         role: str,
@@ -93,10 +97,10 @@ class SeatPool:
         return self._seats[label], label
 
 
-def seat_for(seat: AnySeat, seed: Callable[[], int]) -> Seat | FrozenSeat:
-    """Who plays in an episode: the seat, or the one that its pool picks."""
+def seat_for(seat: AnySeat, seed: int) -> Seat | FrozenSeat:
+    """Who plays in an episode: the seat, or the one that its pool picks with the seed."""
     if isinstance(seat, Pool):
-        chosen, label = seat.pick(seed())
+        chosen, label = seat.pick(seed)
         return replace(chosen, learns=False, label=label)
     return seat
 

@@ -57,6 +57,12 @@ class SingleTrainerConfig(Config):
     """How rows of a micro-batch lie: `padded` sorts them by length and fills up on the right;
     `packed` concatenates them. `auto`: packed with flash attention, else padded, which is faster
     there. Changes speed, not results."""
+    share_prefix: bool = True
+    """Compute what rows of a micro-batch have in common from their first token on (a group's
+    prompt, equal answers) once, where the layout is `padded` and the model allows it: full
+    attention by `sdpa` in every layer, else rows are computed whole. Of no use, and left alone,
+    where less than about a seventh of the tokens is shared. Changes speed and memory, and the last
+    bit of results."""
     autocast: Literal["off", "bfloat16"] = "off"
     """Compute type of the forward; weights and moments keep the type of `model.dtype`, and
     log-probs are computed in float32."""

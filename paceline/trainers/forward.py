@@ -24,6 +24,7 @@ from paceline.trainers.base import Head
 from paceline.trainers.inputs import policy_inputs, teacher_ids
 from paceline.trainers.layout import Layout, MicroBatch, choose_layout
 from paceline.trainers.logprobs import chunked_logprobs, chunked_top_logprobs
+from paceline.trainers.sharing import is_close, tree_inputs, why_not_shared
 from paceline.types import Row
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ class Forward(Protocol):
     """What it says when it is the trained model."""
     model: Any
     layout: Layout
+    shares_prefixes: bool
+    """Rows that begin alike may be computed as a tree."""
 
     @property
     def max_positions(self) -> int | None:
@@ -72,8 +75,9 @@ class CausalForward:
         *,
         layout: Layout | Literal["auto"] = "auto",
         chunk_tokens: int = 2048,
+        share_prefix: bool = False,
     ) -> None:
-        """chunk_tokens: most tokens whose logits exist at one time."""
+        """chunk_tokens: most tokens whose logits exist at one time. share_prefix: if it can be."""
         self.model: Any = model
         self._chunk_tokens = chunk_tokens
         attention = str(getattr(model.config, "_attn_implementation", "sdpa"))
@@ -86,6 +90,8 @@ class CausalForward:
             self._find_fast_way()
         if self.layout == "packed" and not keeps_rows_apart(model, "logits"):
             self.layout = "padded"
+        may_share = share_prefix and self.layout == "padded" and self.slow_reason is None
+        self.shares_prefixes = may_share and can_share(self._decoder)
 
     @property
     def max_positions(self) -> int | None:
@@ -165,7 +171,7 @@ class CausalForward:
             trials = [(hidden, logits)]
             trials += [(h, _logits_given(model, decoder, ids, h)) for h in (noise, 30 * noise)]
             for name, transform in _candidates(model.config):
-                if all(_is_close(transform(head(h)), z) for h, z in trials):
+                if all(is_close(transform(head(h)), z) for h, z in trials):
                     self._decoder, self._transform = decoder, transform
                     if name:
                         logger.info("%s: logits are changed by %s", type(model).__name__, name)
@@ -184,12 +190,21 @@ class CausalForward:
 def as_batch(module: Any, batch: MicroBatch) -> Any:
     """The output of a model, or of its body, for the inputs of a micro-batch."""
     positions = {} if batch.position_ids is None else {"position_ids": batch.position_ids}
-    return module(input_ids=batch.input_ids, use_cache=False, return_dict=True, **positions)
+    named = {**positions, **tree_inputs(batch)}
+    return module(input_ids=batch.input_ids, use_cache=False, return_dict=True, **named)
 
 
 def flat(tensor: Tensor) -> Tensor:
     """[B, T, D] -> [B * T, D]."""
     return tensor.flatten(0, 1)
+
+
+def can_share(body: Any) -> bool:
+    """True if the body of a model can compute shared prefixes once; says why if it can not."""
+    reason = why_not_shared(body)
+    if reason is not None:
+        logger.info("%s computes every row whole: %s", type(body).__name__, reason)
+    return reason is None
 
 
 @torch.no_grad()
@@ -203,7 +218,7 @@ def keeps_rows_apart(module: Any, output: str) -> bool:
     both = torch.cat([first, second], 1)
     packed = getattr(module(input_ids=both, position_ids=position_ids, use_cache=False), output)
     alone = [getattr(module(input_ids=ids, use_cache=False), output) for ids in (first, second)]
-    if _is_close(packed, torch.cat(alone, 1)):
+    if is_close(packed, torch.cat(alone, 1)):
         return True
     logger.warning(
         "%s does not keep packed rows apart by their positions: rows are padded instead",
@@ -269,12 +284,3 @@ def _logits_given(model: Any, decoder: Any, ids: Tensor, hidden: Tensor) -> Tens
     finally:
         handle.remove()
     return logits
-
-
-def _is_close(found: Tensor, expected: Tensor) -> bool:
-    """Equal but for rounding: 1e-4 of the largest logit, 2e-2 in half precision."""
-    if found.shape != expected.shape:
-        return False
-    tolerance = 2e-2 if expected.dtype in (torch.bfloat16, torch.float16) else 1e-4
-    scale = float(expected.double().abs().max()) + 1e-6
-    return float((found.double() - expected.double()).abs().max()) <= tolerance * scale

@@ -9,7 +9,7 @@ its rows alone.
 
 from __future__ import annotations
 
-import logging
+import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from paceline.trainers.layout import MicroBatch
 
-logger = logging.getLogger(__name__)
-
 WINDOWS = ("sliding_window", "attention_chunk_size", "local_attention_window_size", "window_size")
 """Fields of a configuration that keep attention from seeing a whole row."""
 
@@ -41,25 +39,23 @@ def tree_inputs(batch: MicroBatch) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def why_not_shared(module: Any, output: str) -> str | None:
-    """The reason why the model must see each row whole; None if it can share prefixes.
-
-    output: the name of what the module gives out.
-    """
-    if reason := _refused_by_config(module.config):
+def why_not_shared(body: Any) -> str | None:
+    """The reason why the body of a model must see each row whole; None if it can share prefixes."""
+    if reason := _refused_by_config(body.config):
         return reason
     _install()
-    batch, rows = _probe(module)
+    batch, rows = _probe(body)
     try:
         named = {"position_ids": batch.position_ids, **tree_inputs(batch)}
-        found = getattr(module(input_ids=batch.input_ids, use_cache=False, **named), output)
+        found = body(input_ids=batch.input_ids, use_cache=False, **named).last_hidden_state
     except (TypeError, ValueError, RuntimeError, IndexError) as error:
         return f"its forward can not work on a tree of prefixes ({type(error).__name__}: {error})"
-    if batch.tree is None or batch.tree.num_uses != module.config.get_text_config().num_hidden_layers:
+    num_layers = body.config.get_text_config().num_hidden_layers
+    if batch.tree is None or batch.tree.num_uses != num_layers:
         return "not every layer attends through transformers' function for sdpa"
     picked = found[0].index_select(0, batch.predicting_N)
-    alone = [getattr(module(input_ids=row[None], use_cache=False), output)[0] for row in rows]
-    if not _is_close(picked, torch.cat(alone)):
+    alone = [body(input_ids=row[None], use_cache=False).last_hidden_state[0] for row in rows]
+    if not is_close(picked, torch.cat(alone)):
         return "its outputs differ from those of the rows alone"
     return None
 
@@ -71,7 +67,8 @@ def _refused_by_config(config: Any) -> str | None:
         return f"its attention is {attention!r}; `sdpa` is needed"
     if kinds := set(getattr(text, "layer_types", None) or ()) - {"full_attention"}:
         return f"it has layers of {', '.join(sorted(kinds))}"
-    if windows := [name for name in WINDOWS if getattr(text, name, None)]:
+    longest = getattr(text, "max_position_embeddings", None) or math.inf
+    if windows := [name for name in WINDOWS if (getattr(text, name, None) or longest) < longest]:
         return f"its attention is limited by {windows[0]}"
     if "local" in (getattr(text, "attention_layers", None) or ()):
         return "it has local attention"
@@ -103,10 +100,10 @@ def _attention(
     return prefix_tree.attend(plain, module, (query, key, value), named), None
 
 
-def _probe(module: Any) -> tuple[MicroBatch, list[Tensor]]:
+def _probe(body: Any) -> tuple[MicroBatch, list[Tensor]]:
     """A tree of four rows, each of whose tokens is asked for, and the rows."""
-    vocab = module.get_input_embeddings().num_embeddings
-    device = next(module.parameters()).device
+    vocab = body.get_input_embeddings().num_embeddings
+    device = next(body.parameters()).device
     drawn = np.random.default_rng(0).integers(0, vocab, 12)
     starts = (drawn[:9], drawn[[0, 1, 2, 3, 9, 10]], drawn[[0, 1, 2, 3, 9]], drawn[[11, 4]])
     rows = []
@@ -120,7 +117,10 @@ def _probe(module: Any) -> tuple[MicroBatch, list[Tensor]]:
     return batch, [torch.from_numpy(tokens_T).to(device) for tokens_T in starts]
 
 
-def _is_close(found: Tensor, expected: Tensor) -> bool:
+def is_close(found: Tensor, expected: Tensor) -> bool:
+    """Equal but for rounding: 1e-4 of the largest number, 2e-2 in half precision."""
+    if found.shape != expected.shape:
+        return False
     tolerance = 2e-2 if expected.dtype in (torch.bfloat16, torch.float16) else 1e-4
     scale = float(expected.double().abs().max()) + 1e-6
     return float((found.double() - expected.double()).abs().max()) <= tolerance * scale

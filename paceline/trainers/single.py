@@ -36,6 +36,7 @@ from paceline.trainers.layout import (
     input_lengths,
     make_micro_batch,
     plan_micro_batches,
+    plan_trees,
 )
 from paceline.trainers.optimizer import (
     clip_gradients,
@@ -180,8 +181,9 @@ class SingleTrainer:
         fixed = self._config.deterministic and self._device.type != "cpu"
         try:
             with fixed_order() if fixed else nullcontext():
-                for micro in self._micro_batches(batch.rows, forward):
-                    self._add_micro_batch(batch.rows, micro, tally)
+                for rows, learns in self._split(batch.rows):
+                    for micro in self._micro_batches(rows, forward):
+                        self._add_micro_batch(rows, micro, tally, learns=learns)
         except BaseException:
             self._optimizer.zero_grad()  # half a step's gradients would be added to the next one
             raise
@@ -192,9 +194,27 @@ class SingleTrainer:
         metrics.sum(f"{area}/empty_batches", num_trained == 0)
         return metrics
 
-    def _add_micro_batch(self, rows: Sequence[Row], micro: MicroBatch, tally: Tally) -> None:
+    def _split(self, rows: Sequence[Row]) -> Iterator[tuple[Sequence[Row], bool]]:
+        """Rows that have a gradient; and those without, of which metrics alone are wanted.
+
+        One row always counts among the first, so that parameters have gradients, if only zeros.
+        """
+        if not self._objective.learns_by_advantage_alone:
+            yield rows, True
+            return
+        learning = [np.any(row.advantages_T[row.mask_T] * row.weights_T[row.mask_T]) for row in rows]
+        if learning and not any(learning):
+            learning[0] = True
+        yield [row for row, learns in zip(rows, learning, strict=True) if learns], True
+        yield [row for row, learns in zip(rows, learning, strict=True) if not learns], False
+
+    def _add_micro_batch(
+        self, rows: Sequence[Row], micro: MicroBatch, tally: Tally, *, learns: bool
+    ) -> None:
         with ExitStack() as stack:
             stack.enter_context(self._autocast())
+            if not learns:
+                stack.enter_context(torch.no_grad())
             if self._layers:
                 stack.enter_context(recomputed(self._layers))
             inputs = self._trained_forward.loss_inputs(
@@ -203,7 +223,12 @@ class SingleTrainer:
                 entropy_gradient=self._objective.needs_entropy_gradient,
             )
         output = self._objective.loss(inputs)
-        output.loss.backward()  # type: ignore[no-untyped-call]
+        if learns:
+            output.loss.backward()  # type: ignore[no-untyped-call]
+        elif not output.loss.isfinite():
+            # It must reach the gradient, upon which the optimizer step is skipped.
+            self._add_micro_batch(rows, micro, tally, learns=True)
+            return
         tally.part("loss", output.loss.detach())
         for name, (total, weight) in output.means.items():
             tally.mean(name, total, weight)
@@ -218,9 +243,11 @@ class SingleTrainer:
         if forward.max_positions is not None:
             budget = min(budget, forward.max_positions)
         lengths = input_lengths(rows)
-        for indices in plan_micro_batches(lengths, budget, forward.layout):
+        trees = plan_trees(rows, lengths, budget) if forward.shares_prefixes else None
+        plan = trees or [(p, None) for p in plan_micro_batches(lengths, budget, forward.layout)]
+        for indices, nodes in plan:
             self._thread.check()
-            yield make_micro_batch(rows, indices, lengths, forward.layout, self._device)
+            yield make_micro_batch(rows, indices, lengths, forward.layout, self._device, nodes)
 
     def _autocast(self) -> AbstractContextManager[object]:
         if self._config.autocast == "off":
@@ -268,8 +295,13 @@ class SingleTrainer:
 
 def _make_forward(model: PreTrainedModel | ValueModel, config: SingleTrainerConfig) -> Forward:
     if isinstance(model, ValueModel):
-        return ValueForward(model, layout=config.layout)
-    return CausalForward(model, layout=config.layout, chunk_tokens=config.logprob_chunk_tokens)
+        return ValueForward(model, layout=config.layout, share_prefix=config.share_prefix)
+    return CausalForward(
+        model,
+        layout=config.layout,
+        chunk_tokens=config.logprob_chunk_tokens,
+        share_prefix=config.share_prefix,
+    )
 
 
 def _check(

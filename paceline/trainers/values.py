@@ -22,7 +22,7 @@ from paceline.algorithms.base import LossInputs
 from paceline.errors import ConfigError
 from paceline.models import ModelConfig, export_model, load_body, restore_model
 from paceline.trainers.base import Head
-from paceline.trainers.forward import as_batch, flat, keeps_rows_apart, probe_ids
+from paceline.trainers.forward import as_batch, can_share, flat, keeps_rows_apart, probe_ids
 from paceline.trainers.inputs import value_inputs
 from paceline.trainers.layout import Layout, MicroBatch, choose_layout
 from paceline.types import Row
@@ -65,12 +65,20 @@ class ValueForward:
     head: Head = "values"
     max_positions: int | None = None
 
-    def __init__(self, model: ValueModel, *, layout: Layout | Literal["auto"] = "auto") -> None:
+    def __init__(
+        self,
+        model: ValueModel,
+        *,
+        layout: Layout | Literal["auto"] = "auto",
+        share_prefix: bool = False,
+    ) -> None:
         self.model = model
         attention = str(getattr(model.config, "_attn_implementation", "sdpa"))
         self.layout: Layout = choose_layout(attention) if layout == "auto" else layout
         if self.layout == "packed" and not keeps_rows_apart(model.body, "last_hidden_state"):
             self.layout = "padded"
+        may_share = share_prefix and self.layout == "padded"
+        self.shares_prefixes = may_share and can_share(model.body)
 
     def score(self, batch: MicroBatch) -> Tensor:
         """Values, shape [N]."""

@@ -15,6 +15,7 @@ from paceline.checkpoint_settings import CheckpointConfig
 from paceline.data.prompts import PromptSet
 from paceline.data.stream import PromptStream
 from paceline.drivers import sync
+from paceline.drivers.board import Board
 from paceline.drivers.memory import MemoryConfig, make_memory_plan
 from paceline.drivers.run import Cadence, Run
 from paceline.drivers.schedule import SaveRequest
@@ -161,6 +162,7 @@ def make_run(
     run = Run(
         policy=policy,
         supply=Pull(stream, collect),
+        board=Board(["policy"], "policy"),
         memory=make_memory_plan(MemoryConfig(order=memory), engine, policy),
         recorder=recorder,
         store=store,

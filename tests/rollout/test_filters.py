@@ -149,8 +149,8 @@ def test_answers_are_the_runs_of_the_mask() -> None:
     s = sample()
     s.mask = [False, True, True, False, True]
     assert list(answer_lengths([s])) == [2, 1]
-    assert longest_answer(Episode("p", 0, [s, sample(num_tokens=7)])) == 7
-    assert longest_answer(Episode("p", 0, [])) == 0
+    assert longest_answer(Episode("p", 0, [s, sample(num_tokens=7)]), "policy") == 7
+    assert longest_answer(Episode("p", 0, []), "policy") == 0
 
 
 def test_zero_variance_is_per_role_and_over_trainable_episodes() -> None:

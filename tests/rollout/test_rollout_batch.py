@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from rollout_fakes import FakeReward, FakeStream, ScriptedEngine, renderer, said
 from paceline.engines.base import Completion, Request
 from paceline.errors import RewardError, RolloutError
 from paceline.observe.catalogue import describe
+from paceline.rollout.actor import Seat
 from paceline.rollout.batch import RolloutBatch, collect_batch
 from paceline.rollout.runner import Runner
 from paceline.rollout.score import Score
@@ -37,7 +39,7 @@ def make(score: Scoring, on_failure: str = "drop_sample", **config: Any) -> Runn
 
     config = {"prompts_per_step": 4, "samples_per_prompt": 2, **config}
     reward = FakeReward(score_text, on_failure)
-    return Runner(
+    return Runner.single(
         ScriptedEngine(answer),
         renderer(),
         SingleTurn(reward),  # type: ignore[arg-type]
@@ -279,7 +281,9 @@ def test_overlong_answers_are_shaped_before_rewards_are_compared() -> None:
 def test_masked_truncated_answers_are_measured_before_they_are_masked() -> None:
     runner = make(varied, truncated="mask")
     engine = ScriptedEngine(lambda request: said("12.1", "length"))
-    runner._engine = engine
+    seat = runner._seats["policy"]
+    assert isinstance(seat, Seat)
+    runner._seats["policy"] = replace(seat, engine=engine)
     batch = collect(runner, FakeStream())
     values = batch.metrics.values()
     assert (values["rollout/truncated"], values["rollout/answer_tokens"]) == (1.0, 4.0)

@@ -221,7 +221,7 @@ def test_settings_of_one_call_and_of_one_runner() -> None:
     collect(make(engine), "1", samples_per_prompt=3, sampling=greedy)
     assert [request.sampling for request in engine.requests] == [greedy] * 3
     engine.requests.clear()
-    runner = Runner(
+    runner = Runner.single(
         engine,
         renderer(),
         returning(1.0),

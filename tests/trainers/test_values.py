@@ -43,6 +43,7 @@ class SquaredError:
     needs_teacher: bool = False
     teacher_top_k: int = 0
     needs_entropy_gradient: bool = False
+    learns_by_advantage_alone: bool = False
 
     def loss(self, inputs):
         near_N = inputs.old_values_N + (inputs.values_N - inputs.old_values_N).clamp(-0.2, 0.2)
