@@ -10,8 +10,8 @@ key-value cache, and one padded forward and backward with a sum of log-probs for
     python benchmarks/vs_trl.py smollm2 MODEL --steps 3
 
 MODEL: the warm-up's model of `examples/quickstart.py`, or what `prepare.py` of
-`examples/smollm2_reasoning_gym` writes. PYTHON: of an environment with TRL; made in FOLDER (default:
-a temporary one) if absent. The figures stand in benchmarks/README.md.
+`examples/smollm2_reasoning_gym` writes. PYTHON: of an environment with TRL; made in
+FOLDER (default: a temporary one) if absent. The figures stand in benchmarks/README.md.
 """
 
 from __future__ import annotations

@@ -39,7 +39,9 @@ def learn(model: Any, rows: Rows) -> None:
     """One padded forward and backward of all rows; logits of the trained tokens only."""
     lengths = [len(row["tokens"]) - 1 for row in rows]
     width = max(lengths)
-    ids = torch.tensor([row["tokens"][:n] + [0] * (width - n) for row, n in zip(rows, lengths)])
+    ids = torch.tensor(
+        [row["tokens"][:-1] + [0] * (width + 1 - len(row["tokens"])) for row in rows]
+    )
     at = [
         b * width + t
         for b, row in enumerate(rows)

@@ -25,10 +25,10 @@ class Held(Recorder):
     """Waits before each step; after it, tells what it took and which tokens were learned."""
 
     clock = Clock()
-    _groups: list[list[dict[str, Any]]] = []
 
     def begin_step(self, policy: str, step: int) -> None:
         super().begin_step(policy, step)
+        self._groups: list[list[dict[str, Any]]] = []
         wait()
         self.clock.start()
         self._cpu_s: dict[str, float] = {}

@@ -44,6 +44,11 @@ class EvalSet(Config):
     """An answer passes with at least this reward."""
     reward: RewardConfig | None = None
     """What an answer is worth; default: `[reward]`."""
+    env: str | None = None
+    """What an episode is; default: `rollout.env`."""
+    policy: str | None = None
+    """In a run with several policies, whose rewards the numbers are made of; default: the
+    leader's. Each role has its mean reward besides."""
     limit: Annotated[int, Field(ge=1)] | None = None
     """Take only this many prompts, the first ones; default: all."""
 

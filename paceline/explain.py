@@ -23,6 +23,8 @@ WIDTH = 96
 UNITS: tuple[tuple[str, str], ...] = (
     (r"(trainer|critic)\.lr", "change of a weight per optimizer step, at most about this much"),
     (r"(trainer|critic)\.lr_warmup_steps", "optimizer steps"),
+    (r"teacher\.max_in_flight", "requests"),
+    (r"teacher\.retries", "repetitions of a request"),
     (r"trainer\.updates_per_step", "optimizer steps per pass"),
     (r"trainer\.epochs_per_step", "passes over a step's answers"),
     (r"(trainer|critic)\.max_grad_norm", "L2 norm of the gradient"),
@@ -52,6 +54,8 @@ INTERACTIONS: dict[str, tuple[str, ...]] = {
     ),
     "critic.lr": ("critic.warmup_steps", "algorithm.value_clip"),
     "model.dtype": ("trainer.autocast",),
+    "teacher.url": ("rollout.sampling.temperature", "algorithm.top_k"),
+    "teacher.model.path": ("algorithm.top_k", "memory.order"),
     "model.random_init": ("run.seed",),
     "engine.max_context": ("rollout.sampling.max_tokens", "data.max_prompt_tokens"),
     "engine.weights": ("evals.background", "memory.order"),

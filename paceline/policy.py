@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 
-from paceline.algorithms.base import Algorithm, Credit
+from paceline.algorithms.base import Algorithm, Baselines, Credit
 from paceline.data.packing import (
     assign_credit,
     make_batches,
@@ -42,6 +41,8 @@ class Policy:
     """First steps in which the critic learns alone."""
     teacher: Teacher | None = None
     """Grades the rows; there if the algorithm needs one."""
+    baselines: Baselines = field(default_factory=dict)
+    """Role -> (mean, count) of earlier rewards, for algorithms with a running baseline."""
     takes_turns: bool = False
     """Trainer, critic and teacher are never on the device together."""
 
@@ -61,7 +62,11 @@ class Policy:
             await self.teacher.grade(rows)
         await self._score(rows, moves_away=num_updates > 1)
         await self._value(rows)
-        credit = self.algorithm.credit(groups, self.name, read_scores(groups, self.name, rows))
+        scores = read_scores(groups, self.name, rows)
+        scores.baselines = self.baselines
+        credit = self.algorithm.credit(groups, self.name, scores)
+        if credit.baselines is not None:
+            self.baselines = credit.baselines
         assign_credit(groups, self.name, rows, credit)
         metrics = Metrics()
         metrics.merge(credit.metrics)
@@ -137,12 +142,6 @@ class Policy:
             if other is not one:
                 await other.place("host")
         await one.place("device")
-
-    async def save(self, folder: Path, critic_folder: Path) -> None:
-        """Write the trainer, and the critic if there is one; durable on return."""
-        await self.trainer.save(folder)
-        if self.critic is not None:
-            await self.critic.save(critic_folder)
 
     async def publish(self) -> None:
         """Bring the engines to the trainer's version; on failure none serves it.

@@ -1,7 +1,7 @@
 """Fakes of the seams: no model, no time, every call recorded.
 
-They are for tests of drivers and of code built on Paceline. `FakeEngine` and `FakeTrainer` may
-share a `MemoryLedger`, which knows who holds what and remembers the peaks.
+They are for tests of drivers and of code built on Paceline. `FakeEngine`, `FakeTrainer` and
+`FakeTeacher` may share a `MemoryLedger`, which knows who holds what and remembers the peaks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.engines.base import Completion, Part, Request
 from paceline.errors import EngineError
 from paceline.observe.metrics import Metrics
 from paceline.trainers.base import AREAS, Head, Place
-from paceline.types import Batch, Row, StepReport
+from paceline.types import Batch, JsonValue, Row, StepReport
 from paceline.weights.base import PauseMode, WeightPlan
 
 if TYPE_CHECKING:
@@ -196,6 +196,39 @@ class FakeTrainer:
         self.calls.append("load")
         state = json.loads((path / "trainer.json").read_text())
         self._version, self.weight = state["version"], state["weight"]
+
+    async def place(self, where: Place) -> None:
+        self.calls.append(f"place {where}")
+        self._account(where)
+
+    async def aclose(self) -> None:
+        self.calls.append("close")
+
+
+class FakeTeacher:
+    """Finds every token as likely as the engine did, less `gap`."""
+
+    def __init__(self, *, ledger: MemoryLedger | None = None, size: int = 45, gap: float = 0.5):
+        self.calls: list[str] = []
+        self._ledger, self._size, self._gap = ledger, size, gap
+        self._account("device" if ledger is None else "host")
+
+    def _account(self, where: Place) -> None:
+        self._where = where
+        if self._ledger is not None:
+            on_device = self._size if where == "device" else 0
+            self._ledger.hold("teacher", device=on_device, host=self._size - on_device)
+
+    @property
+    def identity(self) -> dict[str, JsonValue]:
+        return {"gap": self._gap}
+
+    async def grade(self, rows: list[Row]) -> None:
+        self.calls.append(f"grade {len(rows)}")
+        if self._where != "device":
+            raise RuntimeError("the teacher is not on the device")
+        for row in rows:
+            row.teacher_logprobs_T = (row.behaviour_logprobs_T - self._gap) * row.mask_T
 
     async def place(self, where: Place) -> None:
         self.calls.append(f"place {where}")

@@ -106,9 +106,9 @@ def watch(events: Events) -> None:
     real_phase = Recorder.phase
 
     @contextmanager
-    def phase(self: Recorder, name: str):
+    def phase(self: Recorder, name: str, policy: str | None = None):
         events.happen(f"begin {name}")
-        with real_phase(self, name):
+        with real_phase(self, name, policy):
             yield
         events.happen(f"end {name}")
 

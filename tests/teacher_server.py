@@ -35,6 +35,9 @@ class TeacherServer(ThreadingHTTPServer):
         self._lock = threading.Condition()
         self._now = 0
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away is none."""
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"

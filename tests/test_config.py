@@ -428,9 +428,3 @@ def test_an_eval_set_inherits_the_sampling_keys_it_leaves_out(tmp_path: Path) ->
     assert (sampling.temperature, sampling.max_tokens, sampling.stop) == (0, 7, ("x",))
     again = load_run_file(write_run_file(run_file, tmp_path / "resolved.toml"))
     assert again.evals == run_file.evals
-
-
-def test_an_algorithm_that_needs_a_teacher_is_refused(tmp_path: Path) -> None:
-    path = write_project(tmp_path, VALID)
-    with pytest.raises(ConfigError, match="distill needs a teacher"):
-        load_run_file(path, ["algorithm.kind=distill"])

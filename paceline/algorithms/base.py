@@ -74,6 +74,10 @@ class LossOutput:
     """name -> (sum, weight), both detached, shape []. Names without an area: `clip_fraction`."""
 
 
+Baselines = dict[str, tuple[float, int]]
+"""Role -> (mean of its earlier rewards, how many count in it)."""
+
+
 @dataclass(slots=True)
 class Scores:
     """What models say of a rollout before it is learned from, for algorithms whose credit is
@@ -85,6 +89,8 @@ class Scores:
     """A critic's prediction before it saw the token."""
     final_values: Sequence[float] | None = None
     """A critic's prediction after the last token of each sample; 0.0 where it was not asked."""
+    baselines: Baselines = field(default_factory=dict)
+    """What `Credit.baselines` was after the rollout before this one."""
 
 
 @dataclass(slots=True)
@@ -95,6 +101,8 @@ class Credit:
     """Per sample, one number per token (0.0 outside the mask and for untrainable samples)."""
     returns: list[list[float]] | None = None
     """What a critic should learn to predict; None without a critic."""
+    baselines: Baselines | None = None
+    """State to be handed to the next `credit` of the policy; None: as it was."""
     metrics: Metrics = field(default_factory=Metrics)
 
 

@@ -49,11 +49,26 @@ def credit_episodes(
     """
     metrics = count_episodes(groups, policy)
     paths = trajectories(groups, policy)
-    rewards = [
-        path.reward - (math.fsum(path.read(penalties)) if penalties is not None else 0.0)
-        for path in paths
-    ]
+    rewards = penalised(paths, penalties)
     advantages = compare_groups(groups, policy, paths, rewards, compare, metrics)
+    return episode_credit(groups, policy, paths, advantages, metrics)
+
+
+def penalised(paths: Sequence[Trajectory], penalties: Columns | None) -> list[float]:
+    """The reward of each trajectory, less the sum of its tokens' penalties."""
+    if penalties is None:
+        return [path.reward for path in paths]
+    return [path.reward - math.fsum(path.read(penalties)) for path in paths]
+
+
+def episode_credit(
+    groups: Sequence[Group],
+    policy: str,
+    paths: Sequence[Trajectory],
+    advantages: Sequence[float],
+    metrics: Metrics,
+) -> Credit:
+    """Give every trained token of a trajectory the trajectory's advantage."""
     metrics.mean("train/advantage_abs", math.fsum(map(abs, advantages)), len(advantages))
     columns = empty_columns(groups, policy)
     for path, advantage in zip(paths, advantages, strict=True):

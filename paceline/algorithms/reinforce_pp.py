@@ -6,10 +6,13 @@
 
     R = reward                                               baseline = "none"
     R = reward - mean reward of the prompt's episodes        baseline = "group"
+    R = reward - mean of the role's earlier rewards          baseline = "running"
 
 With a group baseline several answers a prompt are needed, and a prompt's difficulty does not count;
-without one a single answer will do. A KL in the reward adds up over the tokens that follow, as
-every reward does. The loss is the clipped surrogate of `paceline.algorithms.clipping` per token.
+without one a single answer will do. A running baseline (`paceline.algorithms.running_baseline`)
+brings roles with different rewards to one level before they are whitened together. A KL in the
+reward adds up over the tokens that follow, as every reward does. The loss is the clipped surrogate
+of `paceline.algorithms.clipping` per token.
 
 Legend: T trained tokens of an episode.
 """
@@ -29,6 +32,7 @@ from paceline.algorithms.group_credit import compare_groups, count_episodes
 from paceline.algorithms.kl import bounded_ratio, log_ratio
 from paceline.algorithms.policy_gradient import policy_gradient_loss
 from paceline.algorithms.reward_kl import RewardKl
+from paceline.algorithms.running_baseline import RunningBaseline
 from paceline.algorithms.trajectories import (
     discounted_returns,
     empty_columns,
@@ -39,14 +43,15 @@ from paceline.algorithms.trajectories import (
 from paceline.types import Group
 
 
-class ReinforcePp(RewardKl, Clipped):
+class ReinforcePp(RewardKl, RunningBaseline, Clipped):
     """`[algorithm]` with kind reinforce_pp: returns whitened over the whole rollout."""
 
     kind: Literal["reinforce_pp"] = "reinforce_pp"
     """Which algorithm: `reinforce_pp` compares returns over the whole rollout."""
-    baseline: Literal["none", "group"] = "none"
-    """`group` takes the mean reward of a prompt's answers off each of them first; it needs at
-    least two answers a prompt."""
+    baseline: Literal["none", "group", "running"] = "none"
+    """What is taken off a reward first: with `group`, the mean reward of the prompt's answers in
+    the same role, of which there must be at least two; with `running`, the mean of what the role
+    earned before, which only matters where a policy plays several roles."""
     gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Discount for each token that a reward lies ahead."""
 
@@ -62,6 +67,9 @@ class ReinforcePp(RewardKl, Clipped):
         rewards = [path.reward for path in paths]
         if self.baseline == "group":
             rewards = compare_groups(groups, policy, paths, rewards, centred, metrics)
+        after = None
+        if self.baseline == "running":
+            rewards, after = self.compare_with_past(paths, rewards, scores, metrics)
         returns = [
             discounted_returns(terminal_rewards(reward, path.read(penalties)), self.gamma)
             for path, reward in zip(paths, rewards, strict=True)
@@ -74,7 +82,7 @@ class ReinforcePp(RewardKl, Clipped):
             metrics.mean(
                 "train/advantage_abs", math.fsum(map(abs, advantages_T)), len(advantages_T)
             )
-        return Credit(columns, metrics=metrics)
+        return Credit(columns, baselines=after, metrics=metrics)
 
     def loss(self, inputs: LossInputs) -> LossOutput:
         ratio_N = bounded_ratio(log_ratio(inputs.logprobs_N, inputs.old_logprobs_N))

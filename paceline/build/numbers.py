@@ -17,7 +17,6 @@ import torch
 
 from paceline.build.loop import run_to_end
 from paceline.build.parts import make_model, make_text
-from paceline.build.policies import POLICY
 from paceline.build.recorded import (
     RecordedStep,
     checkpoint_before,
@@ -26,7 +25,7 @@ from paceline.build.recorded import (
 )
 from paceline.build.scoring import RowScorer, clipped_tokens, token_losses
 from paceline.build.teachers import open_teacher
-from paceline.config import RunFile
+from paceline.config import POLICY, RunFile
 from paceline.data.packing import make_rows, samples_of, split_updates
 from paceline.drivers.dispose import Disposer
 from paceline.errors import ConfigError, DataError, EngineError, TrainerError

@@ -16,6 +16,7 @@ from paceline.data.sources import DataConfig, FileSource
 from paceline.drivers.dispose import Disposer
 from paceline.engines.base import EmbeddedEngineConfig, Engine
 from paceline.engines.embedded import EmbeddedEngine
+from paceline.engines.turns import Turns
 from paceline.errors import ConfigError
 from paceline.evals import PreparedSet
 from paceline.evals_settings import EvalSet
@@ -160,7 +161,13 @@ def make_critic(
 
 
 def make_engine(
-    run_file: RunFile, model: PreTrainedModel, text: Text, *, policy: str, transport: Transport
+    run_file: RunFile,
+    model: PreTrainedModel,
+    text: Text,
+    *,
+    policy: str,
+    transport: Transport,
+    turns: Turns | None = None,
 ) -> EmbeddedEngine:
     match run_file.engine:
         case EmbeddedEngineConfig() as config:
@@ -170,13 +177,16 @@ def make_engine(
                 text.tokenizer,
                 policy=policy,
                 eos_token_ids=text.end_ids,
+                turns=turns,
             )
 
 
 def transport_of(run_file: RunFile) -> Transport:
-    """`auto` shares storage: in the synchronous driver, sampling and learning never overlap."""
+    """`auto` shares storage where sampling and learning never overlap: in the sync driver."""
     asked = run_file.engine.weights
-    return "shared" if asked == "auto" else asked
+    if asked == "auto":
+        return "copy" if run_file.is_multi else "shared"
+    return asked
 
 
 async def make_reward(
@@ -205,9 +215,8 @@ def make_runner(
     eval_set: EvalSet | None = None,
 ) -> Runner:
     needs_reward = eval_set is not None or run_file.algorithm.needs_reward
-    env = load_env(
-        run_file.rollout.env, base=run_file.base, reward=reward, needs_reward=needs_reward
-    )
+    name = env_name(run_file, eval_set)
+    env = load_env(name, base=run_file.base, reward=reward, needs_reward=needs_reward)
     return Runner.single(
         engine,
         text.renderer,
@@ -220,6 +229,12 @@ def make_runner(
         sampling=eval_set.sampling if eval_set else None,
         purpose=f"eval:{eval_set.name}" if eval_set else "sample",
     )
+
+
+def env_name(run_file: RunFile, eval_set: EvalSet | None = None) -> str:
+    """The environment of the run, or of an eval set that has its own."""
+    own = None if eval_set is None else eval_set.env
+    return run_file.rollout.env if own is None else own
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,11 +276,10 @@ async def load_eval_sets(
         prompts = prompts_from_rows(given.eval_prompts, GIVEN_EVAL_SET, rules=rules, fit=fit)
         _tell_left_out(f"eval set {GIVEN_EVAL_SET}", prompts)
         loaded.append(LoadedEvalSet(given_set, prompts.prompts, reward))
-    if loaded and run_file.rollout.env == SINGLE_TURN:
-        lacking = [one.settings.name for one in loaded if one.reward is None]
-        if lacking:
+    for one in loaded:
+        if one.reward is None and env_name(run_file, one.settings) == SINGLE_TURN:
             raise ConfigError(
-                f"eval set {lacking[0]!r} has no reward: set [reward], or evals.sets.reward"
+                f"eval set {one.settings.name!r} has no reward: set [reward], or evals.sets.reward"
             )
     return loaded
 

@@ -13,9 +13,10 @@ from paceline.build.parts import (
     transport_of,
 )
 from paceline.checkpoint import Checkpoint, PolicyProgress, RunState
-from paceline.config import RunFile
+from paceline.config import POLICY, RunFile
 from paceline.data.stream import PromptStream
 from paceline.drivers.dispose import Disposer
+from paceline.engines.turns import Turns
 from paceline.errors import CheckpointError
 from paceline.models import model_fingerprint
 from paceline.policy import Policy
@@ -25,9 +26,6 @@ from paceline.types import JsonValue
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-POLICY = "policy"
-"""Name of the only policy of a run file without `[policies]`."""
 
 
 def fingerprint(
@@ -59,8 +57,14 @@ def make_policy(
     num_steps: int,
     disposer: Disposer,
     teacher: Teacher | None = None,
+    *,
+    name: str = POLICY,
+    turns: Turns | None = None,
 ) -> Policy:
-    """Trainer, critic and engine; each is owned by the disposer as soon as it exists."""
+    """Trainer, critic and engine; each is owned by the disposer as soon as it exists.
+
+    run_file: as the policy sees it.
+    """
     algorithm, config = run_file.algorithm, run_file.trainer
     objective = algorithm.critic
     critic_only = run_file.critic_settings.warmup_steps if objective is not None else 0
@@ -79,10 +83,10 @@ def make_policy(
     )
     disposer.add("trainer", trainer.aclose)
     transport = transport_of(run_file)
-    engine = make_engine(run_file, model, text, policy=POLICY, transport=transport)
+    engine = make_engine(run_file, model, text, policy=name, transport=transport, turns=turns)
     disposer.add("engine", engine.aclose)
     return Policy(
-        POLICY,
+        name,
         algorithm,
         engine,
         trainer,
@@ -92,6 +96,7 @@ def make_policy(
         critic=critic,
         critic_only_steps=critic_only,
         teacher=teacher,
+        pause=run_file.schedule.pause,
         takes_turns=run_file.memory.order != "none",
     )
 
@@ -106,9 +111,10 @@ async def restore_policy(policy: Policy, checkpoint: Checkpoint, state: RunState
         await policy.critic.load(checkpoint.critic_folder(policy.name))
     saved = state.policies[policy.name]
     critic_version = None if policy.critic is None else policy.critic.version
-    found = PolicyProgress(saved.step, policy.trainer.version, critic_version)
+    found = PolicyProgress(saved.step, policy.trainer.version, critic_version, saved.baselines)
     if found != saved:
         raise CheckpointError(
             f"{checkpoint.folder} contradicts itself: its state says {saved}, its trainers are at "
             f"{found}; resume from an older checkpoint"
         )
+    policy.baselines = {role: (mean, int(num)) for role, (mean, num) in saved.baselines.items()}

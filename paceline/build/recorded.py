@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.build.policies import POLICY
 from paceline.checkpoint import Checkpoint, CheckpointStore
 from paceline.checkpoint_settings import CheckpointConfig
-from paceline.config import RunFile, load_run_file
+from paceline.config import POLICY, RunFile, load_run_file
 from paceline.errors import CheckpointError, ConfigError, DataError
 from paceline.observe.jsonl import read_rows
 from paceline.observe.regroup import regroup
@@ -37,7 +36,7 @@ class RecordedStep:
     @property
     def trained_records(self) -> list[SampleRecord]:
         """One for each sample of `groups`, in their order."""
-        return [record for record in self.records if record.dropped is None]
+        return [r for r in self.records if r.dropped is None and r.learns]
 
     @property
     def num_updates(self) -> int:
@@ -104,7 +103,8 @@ def check_complete(recorded: RecordedStep) -> None:
             f"{recorded.run_dir / 'metrics.jsonl'} has no row of step {recorded.step}: the run "
             "ended in that step; start it again to finish it, or replay an earlier step"
         )
-    num_samples, num_kept = recorded.row.get("rollout/samples"), len(recorded.records)
+    num_samples = recorded.row.get("rollout/samples")
+    num_kept = sum(record.learns for record in recorded.records)
     if num_samples is not None and num_kept < num_samples:
         raise DataError(
             f"{num_kept} of the {num_samples:g} samples of step {recorded.step} were kept "

@@ -17,6 +17,7 @@ def make_recorder(run_file: RunFile, total_steps: int) -> Recorder:
         samples = SampleWriter(folder / "samples", config.max_samples_per_step)
     return Recorder(
         folder,
+        leader=run_file.leader,
         trackers=make_trackers(config, folder),
         progress=make_progress(config.console, num_steps=total_steps),
         samples=samples,

@@ -124,7 +124,7 @@ def _find(prompts: dict[str, list[Prompt]], record: SampleRecord) -> Prompt | No
 
 def _is_scored(record: SampleRecord) -> bool:
     """False for answers that the engine or the environment did not finish."""
-    return record.cause is None or record.cause.startswith("reward/")
+    return record.learns and (record.cause is None or record.cause.startswith("reward/"))
 
 
 def _answer(run_file: RunFile, text: Text, record: SampleRecord, prompt: Prompt) -> _Answer:

@@ -22,7 +22,9 @@ class RunResult:
     evals: dict[str, float] = field(default_factory=dict)
     """Metric -> value of its last eval."""
     model_path: Path | None = None
-    """Model of the last checkpoint, in Hugging Face format; None if none was made."""
+    """The leader's model of the last checkpoint, in Hugging Face format; None if none was made."""
+    model_paths: dict[str, Path] = field(default_factory=dict)
+    """The same of every policy that learns, by name."""
     samples: list[Sample] = field(default_factory=list)
     """The last step's samples."""
 

@@ -21,7 +21,7 @@ from paceline.build.parts import (
     make_text,
 )
 from paceline.build.results import EvalReport
-from paceline.config import RunFile
+from paceline.config import POLICY, RunFile
 from paceline.drivers.dispose import Disposer
 from paceline.engines.base import EmbeddedEngineConfig, Request, Sampling
 from paceline.engines.embedded import EmbeddedEngine
@@ -32,8 +32,6 @@ from paceline.rollout.renderer import Renderer
 from paceline.trainers.devices import resolve_device
 from paceline.trainers.threads import choose_threads
 from paceline.types import Message, Prompt, derive_seed
-
-POLICY = "policy"
 
 
 def evaluate(

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from paceline.build.joint import open_joint
 from paceline.build.loop import run_to_end
+from paceline.build.opening import (
+    make_cadence,
+    make_stream,
+    open_store,
+    save_request_path,
+    set_threads,
+)
 from paceline.build.parts import (
     Given,
     LoadedEvalSet,
     Rows,
     Text,
     load_eval_sets,
-    load_prompts,
     make_critic_model,
     make_engine,
     make_model,
@@ -24,30 +28,28 @@ from paceline.build.parts import (
     make_runner,
     make_text,
 )
-from paceline.build.policies import POLICY, fingerprint, make_policy, restore_policy
+from paceline.build.policies import fingerprint, make_policy, restore_policy
 from paceline.build.recording import make_recorder
 from paceline.build.results import RunResult
 from paceline.build.snapshots import EngineSnapshots
 from paceline.build.teachers import open_teacher
-from paceline.checkpoint import Checkpoint, CheckpointStore, RunState, check_compatible, step_name
-from paceline.config import RunFile, write_run_file
-from paceline.data.stream import PromptStream, steps_for_epochs
-from paceline.drivers import sync
+from paceline.checkpoint import check_compatible, step_name
+from paceline.config import POLICY, RunFile, write_run_file
+from paceline.data.stream import PromptStream
+from paceline.drivers import multi, sync
 from paceline.drivers.board import Board
 from paceline.drivers.dispose import Disposer
 from paceline.drivers.memory import make_memory_plan
-from paceline.drivers.run import Cadence, Run
+from paceline.drivers.run import Run
 from paceline.drivers.schedule import SaveRequest
-from paceline.drivers.supply import Pull
 from paceline.drivers.supervised import supervised_batch
+from paceline.drivers.supply import Pull
 from paceline.engines.embedded import EmbeddedEngine
-from paceline.errors import CheckpointError, ConfigError
 from paceline.evals import EvalDispatcher, EvalResult, run_evals
 from paceline.observe.environment import describe_environment, write_environment
 from paceline.policy import Policy
 from paceline.rollout.batch import RolloutBatch, collect_batch
 from paceline.rollout.rewards import Reward
-from paceline.trainers.threads import choose_threads
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -69,6 +71,10 @@ def train(
 
 async def _train(run_file: RunFile, given: Given) -> RunResult:
     async with Disposer() as disposer:
+        if run_file.is_multi:
+            joint = await open_joint(run_file, given, disposer)
+            await multi.drive(joint)
+            return _result(run_file, joint.leader)
         run = await open_run(run_file, given, disposer)
         await sync.drive(run)
         return _result(run_file, run)
@@ -76,27 +82,22 @@ async def _train(run_file: RunFile, given: Given) -> RunResult:
 
 async def open_run(run_file: RunFile, given: Given, disposer: Disposer) -> Run:
     """Build every part and restore it; prompts are read as soon as there is a model to fit them."""
-    run_dir = run_file.run_dir
-    store = CheckpointStore(run_dir / "checkpoints", run_file.checkpoint)
-    for note in store.prepare():
-        logger.info("checkpoints: %s", note)
-    disposer.add("checkpoint folder", store.close)
-    checkpoint = _checkpoint_to_resume(run_file, store)
+    store, checkpoint = open_store(run_file, disposer)
     state = checkpoint.state() if checkpoint else None
-    threads = _set_threads(run_file, state)
+    threads = set_threads(run_file, state)
 
     reward = await make_reward(run_file, given, disposer)
     model = make_model(run_file)
     text = make_text(run_file, model)
     critic_model = make_critic_model(run_file, text)
-    stream = _make_stream(run_file, given, text)
+    stream = make_stream(run_file, given, text)
     eval_sets = await load_eval_sets(run_file, given, text, disposer, reward)
     teacher = await open_teacher(run_file, model, text, disposer)
     needed = fingerprint(run_file, model, critic_model, stream, teacher)
     if state is not None:
         check_compatible(state, needed, str(store.root / step_name(state.step)))
 
-    cadence = _cadence(run_file, stream, has_evals=bool(eval_sets))
+    cadence = make_cadence(run_file, stream, has_evals=bool(eval_sets))
     policy = make_policy(run_file, model, critic_model, text, cadence.num_steps, disposer, teacher)
     if checkpoint is not None and state is not None:
         await restore_policy(policy, checkpoint, state)
@@ -104,9 +105,9 @@ async def open_run(run_file: RunFile, given: Given, disposer: Disposer) -> Run:
 
     evals = _make_evals(run_file, eval_sets, policy, text, model)
     disposer.add("evals", evals.aclose)
-    write_run_file(run_file, run_dir / "run.toml")
+    write_run_file(run_file, run_file.run_dir / "run.toml")
     environment = describe_environment(threads=threads)
-    write_environment(run_dir, environment)
+    write_environment(run_file.run_dir, environment)
     recorder = make_recorder(run_file, cadence.num_steps)
     disposer.add("recorder", recorder.close)
     recorder.start({POLICY: state.step} if state else {}, state.metrics if state else None)
@@ -117,7 +118,7 @@ async def open_run(run_file: RunFile, given: Given, disposer: Disposer) -> Run:
         memory=make_memory_plan(run_file.memory, policy.engine, policy),
         recorder=recorder,
         store=store,
-        save_request=SaveRequest(_request_path(run_file)),
+        save_request=SaveRequest(save_request_path(run_file)),
         evals=evals,
         cadence=cadence,
         seed=run_file.run.seed,
@@ -128,67 +129,6 @@ async def open_run(run_file: RunFile, given: Given, disposer: Disposer) -> Run:
         step=state.step if state else 0,
         saved_step=state.step if state else None,
         epoch_ended=state.epoch_ended if state else False,
-    )
-
-
-def _checkpoint_to_resume(run_file: RunFile, store: CheckpointStore) -> Checkpoint | None:
-    found = store.newest()
-    for skipped in found.skipped:
-        logger.warning("checkpoint %s is skipped: %s", skipped.folder.name, skipped.reason)
-    mode = run_file.run.resume
-    if found.checkpoint is None:
-        if mode == "must":
-            raise CheckpointError(
-                f"run.resume is `must`, but {store.root} has no complete checkpoint"
-            )
-        if found.skipped:
-            raise CheckpointError(
-                f"{store.root} has checkpoints, but none is complete: {found.skipped[0].reason}. "
-                "Move the folder away, or choose another run.name, to start anew"
-            )
-    elif mode == "never":
-        raise ConfigError(
-            f"run.resume is `never`, but {store.root} has a checkpoint of step "
-            f"{found.checkpoint.step}: choose another run.name, or let it resume"
-        )
-    return found.checkpoint
-
-
-def _set_threads(run_file: RunFile, state: RunState | None) -> int:
-    """The choice of the first start is kept: sums depend on it in the last bit."""
-    threads = run_file.trainer.threads or (state.threads if state else None) or choose_threads()
-    torch.set_num_threads(threads)
-    return threads
-
-
-def _make_stream(run_file: RunFile, given: Given, text: Text) -> PromptStream:
-    return PromptStream(
-        load_prompts(run_file, given, text),
-        seed=run_file.run.seed,
-        shuffle=run_file.data.shuffle if run_file.data else True,
-        num_epochs=run_file.run.num_epochs,
-    )
-
-
-def _cadence(run_file: RunFile, stream: PromptStream, *, has_evals: bool) -> Cadence:
-    run = run_file.run
-    if run.num_steps is not None:
-        num_steps = run.num_steps
-    elif run.num_epochs is not None:
-        per_step = run_file.rollout.prompts_per_step
-        num_steps = steps_for_epochs(stream.num_prompts, run.num_epochs, per_step)
-    else:
-        raise ConfigError("run.num_steps or run.num_epochs is needed to train")
-    every = run_file.evals.every if has_evals else None
-    is_eval_only = num_steps == 0
-    return Cadence(
-        num_steps=num_steps,
-        save_every=run_file.checkpoint.every,
-        eval_every=every,
-        eval_first=has_evals
-        and (is_eval_only or (every is not None and run_file.evals.before_training)),
-        counts_epochs=run.num_epochs is not None,
-        debug_exit_after=run.debug_exit_after,
     )
 
 
@@ -245,20 +185,18 @@ def _make_evals(
     return EvalDispatcher(run_file.evals, evaluate, snapshots)
 
 
-def _request_path(run_file: RunFile) -> Path | None:
-    name = run_file.checkpoint.save_request_file
-    return None if name is None else run_file.run_dir / name
-
-
 def _result(run_file: RunFile, run: Run) -> RunResult:
     steps = run.store.steps()
     folder = run.store.root / step_name(steps[-1]) if steps else None
+    names = [run.policy.name, *(other.policy.name for other in run.others)]
+    models = {n: folder / "policies" / n / "model" for n in names} if folder else {}
     return RunResult(
         run_dir=run_file.run_dir,
         step=run.step,
         version=run.policy.trainer.version,
         first_evals=run.first_evals,
         evals=run.last_evals,
-        model_path=folder / "policies" / POLICY / "model" if folder else None,
+        model_path=models.get(run.policy.name),
+        model_paths=models,
         samples=run.last_samples,
     )

@@ -26,6 +26,8 @@ class PolicyProgress:
     """Optimizer steps done, over all restarts."""
     critic_version: int | None = None
     """Those of its critic; None without one."""
+    baselines: dict[str, list[float]] = field(default_factory=dict)
+    """Role -> [mean, count] of earlier rewards: the running baselines."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,6 +80,10 @@ def inspect(
         str | None,
         typer.Option("--eval", show_default=False, help="Instead: answers to this eval set."),
     ] = None,
+    role: Annotated[
+        str | None,
+        typer.Option(show_default=False, help="Only what this role of the environment said."),
+    ] = None,
     numbers: Annotated[
         bool,
         typer.Option("--numbers", help="Instead: every number of one sample, token by token."),
@@ -120,7 +124,7 @@ def inspect(
             raise ConfigError("--numbers shows one sample of a training step: name it by --sample")
         _show_numbers(run, step, sample, overrides or ())
         return
-    _show_samples(run, eval_set, step, prompt, best=best, worst=worst, first=first)
+    _show_samples(run, eval_set, step, prompt, role, best=best, worst=worst, first=first)
 
 
 def _show_numbers(
@@ -140,6 +144,7 @@ def _show_samples(
     eval_set: str | None,
     step: int | None,
     prompt: str | None,
+    role: str | None,
     *,
     best: int,
     worst: int,
@@ -161,10 +166,14 @@ def _show_samples(
         folder = eval_folder(folder, eval_set)
     console = Console()
     if prompt is None:
-        show_samples(console, folder, step, best=best, worst=worst, first=first)
+        show_samples(console, folder, step, best=best, worst=worst, first=first, role=role)
         return
     found, path = find_samples(folder, step)
-    chosen = [record for record in read_samples(path) if record.prompt_id == prompt]
+    chosen = [
+        record
+        for record in read_samples(path)
+        if record.prompt_id == prompt and role in (None, record.role)
+    ]
     if not chosen:
         raise DataError(f"step {found} has no sample of prompt {prompt!r}")
     console.print(samples_table(chosen, f"step {found}, prompt {prompt}"))

@@ -27,8 +27,6 @@ from paceline.types import Config
 
 POLICY = "policy"
 """Name of the only policy of a run file without `[policies]`."""
-ONLY_ROLE = "policy"
-"""Name of the only role of an environment in a run of one policy."""
 
 
 class RunConfig(Config):

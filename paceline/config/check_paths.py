@@ -80,20 +80,26 @@ def reward_is_there(run_file: RunFile, situation: Situation) -> Iterator[Problem
         yield from _reward(run_file, ("reward",), run_file.reward)
 
 
-@reads("run.base", "rollout.env")
+@reads("run.base", "rollout.env", "evals.sets")
 def env_is_there(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
-    name = run_file.rollout.env
-    if situation.purpose not in ("train", "eval") or name == SINGLE_TURN:
+    if situation.purpose not in ("train", "eval"):
+        return
+    yield from _env(run_file, ("rollout", "env"), run_file.rollout.env)
+    for number, eval_set in enumerate(run_file.evals.sets):
+        if eval_set.env is not None:
+            yield from _env(run_file, ("evals", "sets", number, "env"), eval_set.env)
+
+
+def _env(run_file: RunFile, path: KeyPath, name: str) -> Iterator[Problem]:
+    if name == SINGLE_TURN:
         return
     try:
         split_location(name)
     except ConfigError:
-        yield Problem(
-            ("rollout", "env"),
-            f'found {name!r}, allowed: "{SINGLE_TURN}", "file.py:name" or "module:name"',
-        )
+        text = f'found {name!r}, allowed: "{SINGLE_TURN}", "file.py:name" or "module:name"'
+        yield Problem(path, text)
         return
-    yield from _code(run_file, ("rollout", "env"), name)
+    yield from _code(run_file, path, name)
 
 
 def _source(run_file: RunFile, path: KeyPath, source: SourceConfig) -> Iterator[Problem]:

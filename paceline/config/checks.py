@@ -104,7 +104,14 @@ def prompts_to_train_on(run_file: RunFile, situation: Situation) -> Iterator[Pro
         yield Problem(path, 'missing; name the prompts, such as [data] path = "prompts.jsonl"')
 
 
-@reads("reward", "rollout", "algorithm", "evals.sets")
+@reads(
+    "reward",
+    "rollout.env",
+    "rollout.dynamic_sampling",
+    "rollout.overlong_penalty",
+    "algorithm",
+    "evals.sets",
+)
 def reward_to_score_with(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
     is_given = run_file.reward.scorers or "reward" in situation.given
     if is_given or situation.purpose == "generate":

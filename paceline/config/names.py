@@ -23,6 +23,7 @@ SYNONYMS: Mapping[str, str] = {
     "output_dir": "run.dir",
     "model_name": "model.path",
     "model_name_or_path": "model.path",
+    "teacher_model_name_or_path": "teacher.model.path",
     "torch_dtype": "model.dtype",
     "adv_estimator": "algorithm.kind",
     "advantage_estimator": "algorithm.kind",

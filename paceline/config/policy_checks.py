@@ -1,4 +1,4 @@
-"""Checks of a file with several policies: each policy's view of it, then what holds between them."""
+"""Checks of a file with several policies: each policy's view of it, then what is between them."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def _is_written(tables: Any, path: KeyPath) -> bool:
 def _in(tables: Any, path: KeyPath) -> bool:
     node = tables
     for part in path:
-        if isinstance(node, dict) and part in node:
-            node = node[part]
-        elif isinstance(node, list) and isinstance(part, int) and part < len(node):
+        if (isinstance(node, dict) and part in node) or (
+            isinstance(node, list) and isinstance(part, int) and part < len(node)
+        ):
             node = node[part]
         else:
             return False
@@ -83,9 +83,10 @@ def names_of_policies(run_file: RunFile, situation: Situation) -> Iterator[Probl
                 "a policy's name is a letter, then letters, digits, `_` and `-`, 64 at most; it "
                 "names folders and metrics",
             )
-    if run_file.policies and not any(policy.learns for policy in run_file.policies.values()):
-        if situation.purpose == "train" and run_file.run.num_steps != 0:
-            yield Problem(("policies",), "none of them learns: set learns = true for one")
+    takes_steps = situation.purpose == "train" and run_file.run.num_steps != 0
+    policies = run_file.policies.values()
+    if policies and takes_steps and not any(policy.learns for policy in policies):
+        yield Problem(("policies",), "none of them learns: set learns = true for one")
 
 
 @reads("policies", "teacher")
@@ -237,6 +238,7 @@ def _meant(name: str, known: Sequence[str]) -> str:
 
 BETWEEN: tuple[Check, ...] = (
     names_of_policies,
+    teacher_has_a_pupil,
     leader_is_one,
     roles_are_played,
     followers_have_leads,

@@ -55,7 +55,7 @@ class Buffer:
             batch: groups of one step of the policy.
             max_staleness: steps; also how many batches may be made ahead.
             step: the last trained step, whose weights the engines serve when sampling begins.
-            record: is told of everything that befalls a draw.
+            record: is told of everything that befalls a draw; it must not raise.
         """
         self.policy = policy
         self.batch = batch
@@ -136,8 +136,10 @@ class Buffer:
         self._notify()
 
     def withdraw(self, ordinal: int) -> None:
-        """A running group was cancelled, and its draw goes back to the stream."""
-        self._running(ordinal)
+        """A group was cancelled, and its draw goes back to the stream. Only if it runs here."""
+        ticket = self._tickets.get(ordinal)
+        if ticket is None or ticket.group is not None:
+            return
         self._remove(ordinal)
         self._tell("withdrawn", ordinal, self.trained_step)
         self._notify()

@@ -14,6 +14,7 @@ from paceline.drivers.supply import Supply
 from paceline.evals import EvalDispatcher
 from paceline.observe.recorder import Recorder
 from paceline.policy import Policy
+from paceline.rollout.past import PastSelves
 from paceline.types import JsonValue, Sample
 
 
@@ -54,6 +55,8 @@ class Run:
     """What a resumed run must have in common with this one."""
     data_state: Callable[[], JsonValue]
     """What a checkpoint keeps of the data: cursors, and what was sampled and not trained on."""
+    past: list[PastSelves] = field(default_factory=list)
+    """Earlier selves of the policy that play roles."""
     others: list[Run] = field(default_factory=list)
     """Of the leader: the clocks of the other policies, which are saved with it."""
     environment: dict[str, JsonValue] = field(default_factory=dict)

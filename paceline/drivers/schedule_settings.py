@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from paceline.rollout.straggler import Straggler
 from paceline.types import Config
 from paceline.weights.base import PauseMode
 
@@ -33,12 +34,8 @@ class ScheduleConfig(Config):
     max_running: Annotated[int, Field(ge=1)] | None = None
     """Most prompts whose answers are being sampled at one time, with `max_staleness` above 0;
     absent: as many as `max_staleness` admits."""
-    straggler_after_s: Annotated[float, Field(gt=0)] | None = None
-    """Seconds that the oldest unfinished prompt may keep finished ones waiting; absent: no limit.
-    With `max_staleness` above 0."""
-    on_straggler: Literal["continue", "truncate", "drop_group"] = "continue"
-    """What happens then: wait on, end its answers where they are, or drop the prompt; counted in
-    `rollout/stragglers`."""
+    straggler: Straggler = Straggler()
+    """What is done about a prompt that a step waits for alone, with `max_staleness` above 0."""
 
     @model_validator(mode="after")
     def _publishes_in_time(self) -> Self:
@@ -47,6 +44,10 @@ class ScheduleConfig(Config):
                 f"publish_every = {self.publish_every} makes answers up to "
                 f"{self.publish_every - 1} steps old: set max_staleness to that or more "
                 f"(found {self.max_staleness})"
+            )
+        if self.straggler.after_s is not None and not self.runs_ahead:
+            raise ValueError(
+                "straggler.after_s works where sampling runs ahead: set max_staleness above 0"
             )
         return self
 

@@ -72,6 +72,8 @@ async def learn(run: Run, step: int, batch: RolloutBatch) -> None:
     critic_only = step <= run.policy.critic_only_steps
     with _phase(run, "learn", "learning"):
         credit, metrics = await run.policy.learn(batch.groups, critic_only=critic_only)
+    for past in run.past:
+        metrics.merge(past.learned(batch.groups))
     run.supply.learned()
     run.board.trained(run.policy.name, step)
     run.recorder.log(run.policy.name, metrics)
@@ -98,6 +100,8 @@ async def publish(run: Run, step: int) -> None:
     """Wait until every engine serves the trainer's weights."""
     with _phase(run, "publish", "publishing"):
         await run.policy.publish()
+        for past in run.past:
+            await past.published(step)
     run.board.published(run.policy.name, step)
     run.supply.published(step)
 
@@ -155,7 +159,12 @@ async def save(run: Run, step: int) -> None:
     waits_for_eval = run.is_eval_due(step)
     with _phase(run, "save", "saving"), run.store.staging(step) as staged:
         for name, member in members.items():
-            await member.policy.save(staged.policy_folder(name), staged.critic_folder(name))
+            folder, critic = staged.policy_folder(name), member.policy.critic
+            await member.policy.trainer.save(folder)
+            if critic is not None:
+                await critic.save(staged.critic_folder(name))
+            for past in member.past:
+                await past.save(folder / "past" / past.role)
         staged.write_json("data.json", run.data_state())
         staged.write_state(
             RunState(
@@ -184,6 +193,7 @@ def _progress(run: Run) -> PolicyProgress:
         run.board[run.policy.name].trained,
         run.policy.trainer.version,
         None if critic is None else critic.version,
+        {role: [mean, count] for role, (mean, count) in run.policy.baselines.items()},
     )
 
 

@@ -61,6 +61,8 @@ class EvalResult:
     """Why there are no numbers; None if there are."""
     reward: Estimate | None = None
     """Mean over prompts of the mean reward of a prompt's answers."""
+    roles: dict[str, float] = field(default_factory=dict)
+    """Role -> the same mean of its own rewards, where the environment has several roles."""
     pass_at: dict[int, Estimate] = field(default_factory=dict)
     num_prompts: int = 0
     """Prompts with a scored answer."""
@@ -88,6 +90,8 @@ class EvalResult:
         metrics.sum(f"{area}/failed_samples", sum(self.failures.values()))
         metrics.mean(f"{area}/truncated", self.truncated)
         metrics.mean(f"{area}/num_tokens", self.mean_tokens)
+        for role, value in self.roles.items():
+            metrics.mean(f"{area}/role/{role.replace('/', '.')}/reward", value)
         shown = {"reward": self.reward} | {f"pass_at_{k}": e for k, e in self.pass_at.items()}
         for name, found in shown.items():
             metrics.mean(f"{area}/{name}", found.value)
@@ -148,14 +152,16 @@ def summarise(
     version: int,
     num_missing: int = 0,
 ) -> EvalResult:
-    """Numbers of the collected groups. num_missing: answers of draws that left no group.
+    """Numbers of the collected groups, of the set's policy or the one given.
 
-    Raises RolloutError, with the causes, if no answer at all could be scored, and what
-    `settle_failures` raises.
+    num_missing: answers of draws that left no group. Raises RolloutError, with the causes, if no
+    answer at all could be scored, and what `settle_failures` raises.
     """
     settings = prepared.settings
+    policy = settings.policy or policy
     failures = Counter({"missing": num_missing} if num_missing else {})
     by_prompt: list[list[_Answer]] = []
+    counted: list[Group] = []
     for group in groups:
         failures.update(_causes(group))
         is_dropped = settle_failures(group, prepared.on_failure) is not None
@@ -163,6 +169,7 @@ def summarise(
         scored = [answer for answer in answers if answer is not None]
         if scored and not is_dropped:
             by_prompt.append(scored)
+            counted.append(group)
     every = [answer for answers in by_prompt for answer in answers]
     if not every:
         raise RolloutError(_nothing_scored(settings.name, groups, failures))
@@ -172,6 +179,7 @@ def summarise(
         step=step,
         version=version,
         reward=estimate(means),
+        roles=_by_role(counted),
         pass_at=_pass_at(settings, by_prompt),
         num_prompts=len(by_prompt),
         num_samples=len(every),
@@ -212,6 +220,23 @@ def _read_answer(episode: Episode, policy: str) -> _Answer | None:
         is_truncated=any(sample.status is Status.TRUNCATED for sample in samples),
         num_tokens=sum(version >= 0 for sample in samples for version in sample.versions),
     )
+
+
+def _by_role(groups: Sequence[Group]) -> dict[str, float]:
+    """Mean over prompts of each role's mean reward; nothing where there is one role alone."""
+    by_prompt: dict[str, list[float]] = {}
+    for group in groups:
+        rewards: dict[str, list[float]] = {}
+        for episode in (episode for episode in group.episodes if episode.is_trainable):
+            of_role = {s.role: s.reward for s in [*episode.samples, *episode.others]}
+            for role, reward in of_role.items():
+                if reward is not None:
+                    rewards.setdefault(role, []).append(reward)
+        for role, found in rewards.items():
+            by_prompt.setdefault(role, []).append(statistics.fmean(found))
+    if len(by_prompt) < 2:
+        return {}
+    return {role: statistics.fmean(found) for role, found in sorted(by_prompt.items())}
 
 
 def _pass_at(settings: EvalSet, by_prompt: list[list[_Answer]]) -> dict[int, Estimate]:

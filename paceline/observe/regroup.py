@@ -26,10 +26,15 @@ def regroup(records: Sequence[SampleRecord]) -> list[Group]:
 def _group(draw: int, records: list[SampleRecord]) -> Group:
     first = records[0]
     episodes = [
-        Episode(first.prompt_id, index, [to_sample(record) for record in found])
-        for index, found in groupby(records, lambda record: record.episode)
+        _episode(index, list(found)) for index, found in groupby(records, lambda r: r.episode)
     ]
     return Group(Prompt(first.prompt_id, text=first.prompt), episodes, draw)
+
+
+def _episode(index: int, records: list[SampleRecord]) -> Episode:
+    samples = [to_sample(record) for record in records if record.learns]
+    others = [to_sample(record) for record in records if not record.learns]
+    return Episode(records[0].prompt_id, index, samples, others=others)
 
 
 def to_sample(record: SampleRecord) -> Sample:
@@ -53,6 +58,7 @@ def to_sample(record: SampleRecord) -> Sample:
         finish=record.finish,
         cause=record.cause,
         detail=record.detail,
+        label=record.label,
     )
 
 

@@ -72,6 +72,10 @@ class SampleRecord:
     """[version, number of tokens inside the mask] in turn, if there are several versions."""
     dropped: str | None = None
     """Why its group was not trained on; None if it was."""
+    label: str = ""
+    """Which of several players spoke, such as the earlier self that was drawn."""
+    learns: bool = True
+    """False for what a role said that does not learn: never trained on."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Keys that a later version wrote."""
 
@@ -128,19 +132,23 @@ class SampleWriter:
     ) -> Path:
         """Keep the samples of one step, in the order of the groups, then the dropped ones.
 
-        `advantages`: per sample of `groups`, one number a token. `policy`: keep only its samples.
-        `dropped`: groups that were sampled and not trained on, each with the reason. Raises
-        PacelineError if the disk refuses.
+        The samples of an episode are followed by what roles said in it that do not learn.
+        `advantages`: per sample of `groups`, one number a token, of `policy` alone if it is named.
+        `policy`: leave out the samples of other policies that learn. `dropped`: groups that were
+        sampled and not trained on, each with the reason. Raises PacelineError if the disk refuses.
         """
-        every = [(group, sample) for group in groups for sample in group.samples()]
-        given = [None] * len(every) if advantages is None else list(advantages)
-        objects = [
-            _as_object(group, sample, advantage, None)
-            for (group, sample), advantage in zip(every, given, strict=True)
-        ]
-        for group, reason in dropped:
-            objects += [_as_object(group, sample, None, reason) for sample in group.samples()]
-        kept = [item for item in objects if policy in (None, item["policy"])][: self._limit]
+        trained = [sample for group in groups for sample in group.samples(policy)]
+        given = [None] * len(trained) if advantages is None else advantages
+        credit = iter([columns for _, columns in zip(trained, given, strict=True)])
+        objects: list[dict[str, JsonValue]] = []
+        for group, reason in [*((group, None) for group in groups), *dropped]:
+            for episode in group.episodes:
+                for sample in episode.samples:
+                    if policy in (None, sample.policy):
+                        of_sample = next(credit) if reason is None else None
+                        objects.append(_as_object(group, sample, of_sample, reason))
+                objects += [_of_other(group, sample, reason) for sample in episode.others]
+        kept = objects[: self._limit]
         path = self._folder / f"step-{step:06d}.jsonl.gz"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -188,6 +196,11 @@ def _as_object(
         "mask_runs": _runs(sample.mask),
         "logprobs": as_float32(sample.logprobs[t] for t in sampled),
     }
+
+
+def _of_other(group: Group, sample: Sample, dropped: str | None) -> dict[str, JsonValue]:
+    item = _as_object(group, sample, None, dropped)
+    return item | {"label": sample.label, "learns": False}
 
 
 def as_float32(values: Iterable[float]) -> list[float]:

@@ -26,14 +26,20 @@ def show_samples(
     worst: int = 3,
     first: int = 0,
     policy: str | None = None,
+    role: str | None = None,
 ) -> None:
     """Print samples of a step (default: the last) that lie in `folder`, such as runs/x/samples.
 
-    Raises DataError, in words for the user, if the file is missing (with the nearest step that has
-    one) or damaged.
+    policy, role: only those of it. What roles said that do not learn is never among the best and
+    the worst. Raises DataError, in words for the user, if the file is missing (with the nearest
+    step that has one) or damaged.
     """
     step, path = find_samples(folder, step)
-    records = [r for r in read_samples(path) if policy in (None, r.policy)]
+    records = [
+        record
+        for record in read_samples(path)
+        if policy in (None, record.policy) and role in (None, record.role)
+    ]
     console.print(summary_line(step, records))
     for title, chosen in choose(records, best=best, worst=worst, first=first).items():
         if chosen:
@@ -41,7 +47,8 @@ def show_samples(
 
 
 def summary_line(step: int, records: Sequence[SampleRecord]) -> Text:
-    """How many there are, their mean reward, and how they ended."""
+    """How many there are to learn from, their mean reward, and how they ended."""
+    records = [record for record in records if record.learns]
     rewards = [record.reward for record in records if record.reward is not None]
     mean = sum(rewards) / len(rewards) if rewards else None
     statuses = sorted({record.status for record in records})
@@ -59,7 +66,8 @@ def choose(
 
     No sample is both: with few samples the best go first.
     """
-    scored = [i for i, r in enumerate(records) if r.reward is not None and r.reward == r.reward]
+    known = [r.learns and r.reward is not None and r.reward == r.reward for r in records]
+    scored = [i for i, is_known in enumerate(known) if is_known]
     falling = sorted(scored, key=lambda i: (-_reward(records[i]), i))
     top = falling[:best]
     rest = sorted(falling[best:], key=lambda i: (_reward(records[i]), i))
@@ -90,7 +98,12 @@ def samples_table(records: Sequence[SampleRecord], title: str) -> Table:
 
 def _how(record: SampleRecord) -> str:
     """Everything else that tells why the reward is what it is."""
-    lines = [f"{record.prompt_id} #{record.episode}", f"tokens {record.num_tokens}"]
+    lines = [f"{record.prompt_id} #{record.episode}"]
+    if record.role != record.policy:
+        lines.append(f"role {record.role} ({record.label or record.policy})")
+    if not record.learns:
+        lines.append("does not learn")
+    lines.append(f"tokens {record.num_tokens}")
     lines.append(record.status if record.finish == "" else f"{record.status} ({record.finish})")
     if record.cause is not None:
         lines.append(record.cause)

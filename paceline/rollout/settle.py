@@ -50,6 +50,16 @@ def settle(
     return settled
 
 
+def is_absent(group: Group, policy: str) -> bool:
+    """True if the policy has no sample in any trainable episode of the group."""
+    return not any(
+        sample.policy == policy
+        for episode in group.episodes
+        if episode.is_trainable
+        for sample in episode.samples
+    )
+
+
 class Streaks:
     """Ends a run that only drops groups: counts what was dropped in a row.
 

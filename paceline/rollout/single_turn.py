@@ -41,8 +41,10 @@ def load_env(
 ) -> Env:
     """`single_turn`, or the user's `module:name` or `file.py:name` relative to `base`.
 
-    needs_reward: False if nothing is learned from rewards, so that answers may go without. A function or object that declares a parameter `reward` is given the run's `Reward`. Raises
-    ConfigError, also if it can not be imported, is not async or takes other values.
+    The user's is an async function of (prompt, actors), an object that is called so, or a class,
+    of which one object is made without values. One that declares a parameter `reward` is given the
+    run's `Reward`. needs_reward: False if nothing is learned from rewards, so that answers may go
+    without. Raises ConfigError, also if it can not be imported, is not async or takes other values.
     """
     if name == SINGLE_TURN:
         if reward is None and needs_reward:

@@ -100,7 +100,9 @@ def _add_roles(metrics: Metrics, group: Group, policy: str) -> None:
                 metrics.mean(f"rollout/role/{name}/reward", samples[0].reward)
             lengths = list(answer_lengths(samples))
             # A role without tokens spoke through an endpoint: a sample is an answer.
-            metrics.mean(f"rollout/role/{name}/turns", len(lengths) or sum(not s.tokens for s in samples))
+            metrics.mean(
+                f"rollout/role/{name}/turns", len(lengths) or sum(not s.tokens for s in samples)
+            )
             metrics.mean_of(f"rollout/role/{name}/answer_tokens", lengths)
 
 

@@ -22,10 +22,9 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from torch import Tensor
 
-    IntArray = NDArray[np.int64]
+    from paceline.types import IntArray
 
 MAX_FILL_SHARE = 0.125
 """Filled-up positions of a block, as a share of all its positions ..."""

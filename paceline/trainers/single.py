@@ -44,6 +44,7 @@ from paceline.trainers.optimizer import (
     make_optimizer,
     move_moments,
 )
+from paceline.trainers.prefix_tree import Nodes
 from paceline.trainers.recompute import decoder_layers, recomputed
 from paceline.trainers.schedules import learning_rate
 from paceline.trainers.state import load_state, save_state
@@ -202,7 +203,7 @@ class SingleTrainer:
         if not self._objective.learns_by_advantage_alone:
             yield rows, True
             return
-        learning = [np.any(row.advantages_T[row.mask_T] * row.weights_T[row.mask_T]) for row in rows]
+        learning = [bool(np.any(r.advantages_T * r.weights_T, where=r.mask_T)) for r in rows]
         if learning and not any(learning):
             learning[0] = True
         yield [row for row, learns in zip(rows, learning, strict=True) if learns], True
@@ -244,6 +245,7 @@ class SingleTrainer:
             budget = min(budget, forward.max_positions)
         lengths = input_lengths(rows)
         trees = plan_trees(rows, lengths, budget) if forward.shares_prefixes else None
+        plan: Sequence[tuple[list[int], Nodes | None]]
         plan = trees or [(p, None) for p in plan_micro_batches(lengths, budget, forward.layout)]
         for indices, nodes in plan:
             self._thread.check()

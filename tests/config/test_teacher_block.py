@@ -109,3 +109,30 @@ def test_the_keys_are_explained() -> None:
     assert "requests" in explain("teacher.max_in_flight")
     assert "teacher.url" in explain("teacher.retries")
     assert "policy" in explain("teacher.model.path") or "model" in explain("teacher.model.path")
+
+
+SEVERAL = """
+[policies.pupil]
+algorithm.kind = "distill"
+[policies.other]
+[rollout]
+env = "game.py:play"
+"""
+
+
+def test_of_several_policies_those_have_the_teacher_that_need_one(tmp_path: Path) -> None:
+    (tmp_path / "game.py").write_text("async def play(prompt, actors):\n    return 0.0\n")
+    text = VALID + SEVERAL + '[teacher]\nurl = "http://host:1"\n'
+    run_file = load_run_file(write_project(tmp_path, text))
+    assert run_file.view("other").teacher is None
+    assert run_file.view("pupil").teacher == run_file.teacher
+    with pytest.raises(ConfigError, match=r"teacher .*: no policy learns from it"):
+        load_run_file(
+            write_project(tmp_path, text), ["policies.pupil.teacher.model.path=org/teacher"]
+        )
+    text = VALID + SEVERAL
+    with pytest.raises(ConfigError, match=r"policies\.pupil\.teacher.*missing: distill learns"):
+        load_run_file(write_project(tmp_path, text))
+    own = load_run_file(write_project(tmp_path, text), ["policies.pupil.teacher.model.path=org/x"])
+    assert own.policies["pupil"].teacher is not None
+    assert own.view("pupil").teacher == own.policies["pupil"].teacher

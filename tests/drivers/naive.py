@@ -90,3 +90,35 @@ async def naive_gather(
 async def naive_settle(works: Mapping[str, Coroutine[Any, Any, Any]]) -> dict[str, Any]:
     """Fault: raises at the first error, while the others go on."""
     return dict(zip(works, await asyncio.gather(*works.values()), strict=True))
+
+
+class NaiveRegions:
+    """Safe regions that can be left while a request waits.
+
+    Fault: members that are never all inside at one moment starve the leader.
+    """
+
+    def __init__(self, members: set[str]) -> None:
+        self._outside = set(members)
+        self._changed = asyncio.Condition()
+        self._is_held = False
+
+    @asynccontextmanager
+    async def safe_region(self, member: str) -> AsyncIterator[None]:
+        async with self._changed:
+            self._outside.discard(member)
+            self._changed.notify_all()
+        yield
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._is_held)
+            self._outside.add(member)
+
+    @asynccontextmanager
+    async def exclusive(self) -> AsyncIterator[None]:
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._outside)
+            self._is_held = True
+        yield
+        async with self._changed:
+            self._is_held = False
+            self._changed.notify_all()

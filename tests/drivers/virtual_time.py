@@ -37,7 +37,12 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
     _stopping: bool
     _timer_cancelled_count: int
 
-    def __init__(self, seed: int | None, check: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        seed: int | None,
+        check: Callable[[], None] | None = None,
+        max_callbacks: int = MAX_CALLBACKS,
+    ) -> None:
         """seed: of the order of callbacks; None: first come, first served, as in a real loop.
         check: called after every callback; what it raises ends the run.
         """
@@ -45,6 +50,7 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
         self._now = 0.0
         self._random = None if seed is None else random.Random(seed)
         self._check = check
+        self._max_callbacks = max_callbacks
         self.num_callbacks = 0
         self.schedule: deque[tuple[float, object]] = deque(maxlen=NUM_SHOWN)
 
@@ -63,8 +69,8 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
             if handle.cancelled():
                 continue
             self.num_callbacks += 1
-            if self.num_callbacks > MAX_CALLBACKS:
-                raise LivelockError(f"more than {MAX_CALLBACKS} callbacks")
+            if self.num_callbacks > self._max_callbacks:
+                raise LivelockError(f"more than {self._max_callbacks} callbacks")
             self.schedule.append((self._now, handle._callback))  # type: ignore[attr-defined]
             handle._run()
             if self._check is not None:
@@ -115,12 +121,14 @@ def run_virtual(
     seed: int = 0,
     shuffle: bool = True,
     check: Callable[[], None] | None = None,
+    max_callbacks: int = MAX_CALLBACKS,
 ) -> T:
     """`asyncio.run` in virtual time; an error has the seed and the end of the schedule as a note.
 
-    check: called after every callback, to hold an invariant at every moment.
+    check: called after every callback, to hold an invariant at every moment. max_callbacks: more
+    than these are taken for work that never ends.
     """
-    loop = VirtualLoop(seed if shuffle else None, check)
+    loop = VirtualLoop(seed if shuffle else None, check, max_callbacks)
     try:
         return loop.run_until_complete(make())
     except BaseException as error:

@@ -23,6 +23,7 @@ from paceline.errors import ConfigError, RolloutError
 from paceline.rollout.env import Outcome
 from paceline.rollout.runner import Runner
 from paceline.rollout.settings import RolloutConfig
+from paceline.rollout.summary import summarise
 from paceline.types import Draw, Message, Prompt, Sample, Status
 
 
@@ -242,3 +243,16 @@ def test_sampled_tokens_are_what_is_trained() -> None:
     for sample in samples:
         assert sample.tokens == [*ids("1+1="), *ids("42"), EOS]
         sample.validate()
+
+
+def test_samples_that_nobody_scores_can_be_trained_on_without_reward() -> None:
+    async def play(prompt: Prompt, actors: Actors) -> Outcome:
+        await actors["policy"](prompt)
+        return Outcome({}, is_scored=False)
+
+    groups = collect(make(ScriptedEngine(lambda request: said("2")), env=play), "1+1=")
+    assert statuses(groups) == [("completed", None)] * 2
+    assert [s.reward for group in groups for s in group.samples()] == [None, None]
+    metrics = summarise(groups, "policy").values()
+    assert metrics["rollout/failed"] == 0
+    assert not [name for name in metrics if "reward" in name or "zero_variance" in name]

@@ -52,6 +52,18 @@ def test_a_failed_score_carries_its_reason() -> None:
     assert (outcome.rewards, outcome.cause) == ({"policy": None}, "reward/timeout: 1 s")
 
 
+def test_without_a_reward_there_is_nothing_to_score() -> None:
+    outcome = play(SingleTurn(None))
+    assert (outcome.rewards, outcome.cause, outcome.is_scored) == ({"policy": None}, None, False)
+    assert play(SingleTurn(None), Reply("", "abort", 0)).is_scored
+
+
+def test_only_algorithms_that_need_no_reward_go_without() -> None:
+    assert isinstance(load_env("single_turn", needs_reward=False), SingleTurn)
+    with pytest.raises(ConfigError, match="needs a reward"):
+        load_env("single_turn")
+
+
 SOURCE = """
 async def plain(prompt, actors):
     reply = await actors["policy"](prompt)

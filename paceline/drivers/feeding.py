@@ -1,0 +1,37 @@
+"""A policy's side of a feed, which samples ahead of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.rollout.batch import RolloutBatch
+from paceline.rollout.feed import Feed
+from paceline.types import JsonValue
+
+
+@dataclass(frozen=True, slots=True)
+class FromFeed:
+    """Implements `drivers.supply.Supply`."""
+
+    feed: Feed
+    policy: str
+
+    @property
+    def epoch(self) -> int:
+        return self.feed.epoch(self.policy)
+
+    @property
+    def is_exhausted(self) -> bool:
+        return self.feed.is_exhausted(self.policy)
+
+    async def collect(self, step: int) -> RolloutBatch:
+        return await self.feed.take(self.policy)
+
+    def learned(self) -> None:
+        self.feed.buffers[self.policy].learned()
+
+    def published(self, step: int) -> None:
+        self.feed.buffers[self.policy].published(step)
+
+    def state(self) -> JsonValue:
+        return self.feed.state()
