@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from pydantic import BaseModel, ConfigDict
@@ -248,8 +249,6 @@ def derive_seed(run_seed: int, *keys: str | int) -> int:
     Sources of randomness use (run seed, policy, step, prompt id, sample index), so that replica
     count, chunking and restarts change nothing.
     """
-    from hashlib import blake2b
-
     text = "\x1f".join([str(run_seed), *(f"{type(k).__name__}:{k}" for k in keys)])
     digest = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -19,7 +19,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "rloo": ("rloo", {"dual_clip": 1.3}),
     "rloo, kl in reward": ("rloo", {"kl_coef": 0.3}),
     "rloo, kl in loss": ("rloo", {"kl_coef": 0.3, "kl_in": "loss", "entropy_coef": 0.02}),
+    "rloo, running": ("rloo", {"baseline": "running", "kl_coef": 0.3}),
     "reinforce_pp": ("reinforce_pp", {}),
+    "reinforce_pp, running": ("reinforce_pp", {"baseline": "running", "gamma": 0.9}),
     "reinforce_pp, kl in reward": ("reinforce_pp", {"kl_coef": 0.3, "gamma": 0.9}),
     "reinforce_pp, baseline": (
         "reinforce_pp",

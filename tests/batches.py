@@ -91,6 +91,8 @@ def random_rollout(rng: np.random.Generator, num_groups: int = 3) -> list[Group]
     return groups
 
 
+BASELINES = {"policy": (0.25, 40)}
+"""What the role earned before, for algorithms with a running baseline."""
 NUM_TOP = 3
 """Tokens of a teacher at each position."""
 
@@ -138,7 +140,9 @@ def score_rollout(
     batch, *_ = make_batches(groups, "policy", algorithm, 1, np.float64) or [None]
     rows = [] if batch is None else batch.rows
     scored = [_score(row, seed, spread) for row in rows]
-    credit = algorithm.credit(groups, "policy", read_scores(groups, "policy", rows))
+    scores = read_scores(groups, "policy", rows)
+    scores.baselines = dict(BASELINES)
+    credit = algorithm.credit(groups, "policy", scores)
     assign_credit(groups, "policy", rows, credit)
     return scored
 

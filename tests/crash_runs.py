@@ -1,10 +1,10 @@
 """Kills a small run at its n-th event, resumes it, and prints what both left. Run by test_crash.
 
-    python crash_runs.py FOLDER FIRST LAST STRIDE [--ppo] [--second]
+    python crash_runs.py FOLDER FIRST LAST STRIDE [--ppo | --distill] [--second]
 
 An event is the begin or end of a phase, or an operation on files. Every run is a forked child, so
-that the libraries are loaded once. `--ppo` trains with a critic, which warms up over two steps.
-`--second` kills the resumed run once more, at the same event.
+that the libraries are loaded once. `--ppo` trains with a critic, which warms up over two steps,
+`--distill` from a loaded teacher. `--second` kills the resumed run once more, at the same event.
 """
 
 from __future__ import annotations
@@ -73,6 +73,15 @@ warmup_steps = 2
 """
 
 
+DISTILL = """
+[algorithm]
+kind = "distill"
+top_k = 4
+[teacher]
+model.path = "{folder}/teacher"
+"""
+
+
 class Events:
     """Counts events and kills this process at one of them."""
 
@@ -133,7 +142,9 @@ def in_child(work: Callable[[], None]) -> int:
 def prepare(folder: Path) -> None:
     folder.mkdir(parents=True)
     tiny_model(seed=3).save_pretrained(folder / "model")
-    tiny_tokenizer().save_pretrained(folder / "model")
+    tiny_model(seed=4).save_pretrained(folder / "teacher")
+    for name in ("model", "teacher"):
+        tiny_tokenizer().save_pretrained(folder / name)
     rows = [{"prompt": f"{i}+{i}=", "answer": "0", "id": f"p{i}"} for i in range(6)]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / "prompts.jsonl").write_text(text)
@@ -142,6 +153,7 @@ def prepare(folder: Path) -> None:
 
 def run(folder: Path, name: str, events_file: Path, kill_at: int = 0) -> int:
     text = RUN_FILE + (PPO if "--ppo" in sys.argv else "")
+    text += DISTILL if "--distill" in sys.argv else ""
 
     def work() -> None:
         torch.set_num_threads(1)

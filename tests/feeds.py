@@ -196,6 +196,7 @@ class World:
         self.taps = {name: Tap(self.feed, name) for name in paces}
         self.batches: dict[str, list[list[int]]] = {name: [] for name in paces}
         self.values: dict[str, list[dict[str, float]]] = {name: [] for name in paces}
+        self.told_last: Counter[tuple[str, str]] = Counter()
 
     @property
     def steps(self) -> dict[str, int]:
@@ -213,9 +214,11 @@ class World:
                 tap.learned()
                 self.batches[name].append([group.draw for group in batch.groups])
             self.values[name].append(values)
+            # A last step without groups is never learned: a restart tells of it again.
+            told = self.books.told if batch.groups else self.told_last
             for key, value in values.items():
                 if key.startswith("rollout/dropped_groups/"):
-                    self.books.told[name, key.rpartition("/")[2]] += int(value)
+                    told[name, key.rpartition("/")[2]] += int(value)
             if not batch.groups:
                 return
             if step % pace.publish_every == 0:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from batches import Scored
+from batches import BASELINES, Scored
 
 from paceline.types import Group
 
@@ -183,6 +183,8 @@ def advantages_of(algorithm: Any, paths: list[Path]) -> tuple[dict[Key, float], 
 def compared(algorithm: Any, own: float, rewards: list[float]) -> float:
     """Advantage of one episode among all of its group, itself included."""
     size = len(rewards)
+    if getattr(algorithm, "baseline", "none") == "running":
+        return own - BASELINES["policy"][0]
     if size < 2 or max(rewards) == min(rewards):
         return 0.0
     if algorithm.kind == "rloo":
@@ -210,6 +212,8 @@ def token_advantages(
             reward = reward - sum(rewards) / len(rewards)
             if max(rewards) == min(rewards):
                 reward = 0.0
+        if getattr(algorithm, "baseline", "none") == "running":
+            reward = reward - BASELINES["policy"][0]
         tokens = path.tokens
         for start, token in enumerate(tokens):
             rewards_from = [-penalty[t.key] for t in tokens[start:]]

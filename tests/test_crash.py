@@ -53,6 +53,14 @@ def test_killed_at_some_events(tmp_path: Path, options: tuple[str, ...]) -> None
     check(lines, 1)
 
 
+@pytest.mark.timeout(300)
+def test_killed_at_some_events_with_a_teacher(tmp_path: Path) -> None:
+    """A teacher leaves nothing in a checkpoint: few kills show that it is back."""
+    first, lines = crash(tmp_path, "7", "9999", "83", "--distill")
+    assert first["expected"]["rows"][1]["train/kl_teacher"] > 0
+    check(lines, 1)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1600)
 def test_killed_at_every_event(tmp_path: Path) -> None:

@@ -159,11 +159,15 @@ def _joint(parts: _Parts, turns: Turns | None) -> Joint:
     runs = {name: _run(parts, name) for name in run_file.learners}
     runs[leader].others = [run for name, run in runs.items() if name != leader]
     leads = {name: run_file.view(name).schedule.max_lead for name in runs}
+    if turns is not None:
+        alone = [n for n in runs if n != leader and n not in run_file.shared_policies]
+        leads |= {name: leads[name] or 0 for name in alone}
     return Joint(
         leader=runs[leader],
         board=parts.board,
         gate=Gate(list(runs), deadline_s=run_file.run.gate_timeout_s, report=parts.board.report),
         producers=_producers(parts.feeds),
+        is_deterministic=turns is not None,
         quiet=_quiet(parts.feeds, run_file.run.gate_timeout_s if turns is not None else None),
         lead=Lead({name: limit for name, limit in leads.items() if limit is not None}),
     )

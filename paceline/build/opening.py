@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from pathlib import Path
 
@@ -49,6 +50,16 @@ def _checkpoint_to_resume(run_file: RunFile, store: CheckpointStore) -> Checkpoi
             f"{found.checkpoint.step}: choose another run.name, or let it resume"
         )
     return found.checkpoint
+
+
+def settle(disposer: Disposer) -> None:
+    """Spare the garbage collector what lives as long as the run: modules, the model, the prompts.
+
+    Looking through all of that again took a fifth of the steps of a small model.
+    """
+    gc.collect()
+    gc.freeze()
+    disposer.add("garbage collector", gc.unfreeze)
 
 
 def set_threads(run_file: RunFile, state: RunState | None) -> int:

@@ -14,6 +14,7 @@ from paceline.build.opening import (
     open_store,
     save_request_path,
     set_threads,
+    settle,
 )
 from paceline.build.parts import (
     Given,
@@ -73,9 +74,11 @@ async def _train(run_file: RunFile, given: Given) -> RunResult:
     async with Disposer() as disposer:
         if run_file.is_multi:
             joint = await open_joint(run_file, given, disposer)
+            settle(disposer)
             await multi.drive(joint)
             return _result(run_file, joint.leader)
         run = await open_run(run_file, given, disposer)
+        settle(disposer)
         await sync.drive(run)
         return _result(run_file, run)
 

@@ -67,6 +67,8 @@ class Buffer:
         self._record = record
         self._tickets: dict[int, Ticket] = {}
         self._order: list[int] = []
+        self._awaited: set[int] = set()
+        """Withdrawn draws, which the stream gives out again: later ones wait for them."""
         self._dropped: list[Dropped] = []
         self._num_stragglers = 0
         self._step: Step | None = None
@@ -99,6 +101,16 @@ class Buffer:
         return max(0, capacity - used)
 
     @property
+    def is_starved(self) -> bool:
+        """True while a `take` waits for groups that are not ready yet."""
+        if self._step is not None or not self._num_waiting or self._is_closed:
+            return False
+        if self.on_full == "drop_oldest":
+            return self.num_ready < self.batch
+        head = self._order[: self.batch]
+        return len(head) < self.batch or any(self._tickets[o].group is None for o in head)
+
+    @property
     def first_epoch(self) -> int | None:
         """Epoch of the first draw that is neither taken nor dropped; None if there is none."""
         return self._tickets[self._order[0]].draw.epoch if self._order else None
@@ -117,6 +129,7 @@ class Buffer:
             raise ValueError(f"policy {self.policy!r} has no free slot for draw {draw.ordinal}")
         if draw.ordinal in self._tickets:
             raise ValueError(f"policy {self.policy!r} has draw {draw.ordinal} already")
+        self._awaited.discard(draw.ordinal)
         self._add(Ticket(draw, self.published_step))
         self._tell("running", draw.ordinal, self.published_step)
         self._notify()
@@ -136,11 +149,15 @@ class Buffer:
         self._notify()
 
     def withdraw(self, ordinal: int) -> None:
-        """A group was cancelled, and its draw goes back to the stream. Only if it runs here."""
+        """A group was cancelled, and its draw goes back to the stream. Only if it runs here.
+
+        It keeps its place: no later group is taken before it was admitted again.
+        """
         ticket = self._tickets.get(ordinal)
         if ticket is None or ticket.group is not None:
             return
         self._remove(ordinal)
+        self._awaited.add(ordinal)
         self._tell("withdrawn", ordinal, self.trained_step)
         self._notify()
 
@@ -151,6 +168,7 @@ class Buffer:
     def close(self) -> None:
         """No more groups come."""
         self._is_closed = True
+        self._awaited.clear()
         self._notify()
 
     def fail(self, failure: BaseException) -> None:
@@ -206,7 +224,7 @@ class Buffer:
     # Checkpoints
 
     def state(self, groups: dict[str, JsonValue]) -> dict[str, JsonValue]:
-        """What is ready, or taken and not learned, as JSON values.
+        """What is ready, or taken and not learned, as JSON values; what runs is awaited again.
 
         The groups themselves go into `groups`, which buffers of one feed share, by ordinal.
         """
@@ -221,6 +239,7 @@ class Buffer:
                 groups[str(group.draw)] = encode_group(group)
         return {
             "step": self.trained_step,
+            "awaited": sorted([*self._awaited, *self._running_ordinals()]),
             "ready": [[t.draw.ordinal, t.draw.epoch, t.admitted] for t in tickets],
             "dropped": [[d.ordinal, d.reason, d.group is not None] for d in dropped],
             "stragglers": num_stragglers,
@@ -259,6 +278,7 @@ class Buffer:
                 Dropped(int(ordinal), str(reason), read(ordinal) if is_kept else None)
                 for ordinal, reason, is_kept in state["dropped"]
             ]
+            awaited = {int(ordinal) for ordinal in state["awaited"]}
             num_stragglers = int(state["stragglers"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
@@ -266,7 +286,7 @@ class Buffer:
             ) from error
         self._check_fit(saved, step, len(tickets))
         self.trained_step = self.published_step = step
-        self._tickets, self._order = {}, []
+        self._tickets, self._order, self._awaited = {}, [], awaited
         for ticket in tickets:
             ticket.group = known[str(ticket.draw.ordinal)]
             self._add(ticket)
@@ -301,7 +321,7 @@ class Buffer:
         is_exhausted = self._is_closed and len(chosen) < count
         if len(chosen) < count and not is_exhausted:
             return None
-        if any(self._tickets[o].group is None for o in chosen):
+        if self.on_full == "wait" and not self._is_in_order(chosen):
             return None
         tickets = [self._remove(ordinal) for ordinal in chosen]
         until = float("inf") if is_exhausted else chosen[-1]
@@ -319,6 +339,12 @@ class Buffer:
             self._tell("taken", ordinal, self.trained_step + 1)
         return Step(taken, tickets)
 
+    def _is_in_order(self, chosen: Sequence[int]) -> bool:
+        """True if all of these, and all before them, are finished."""
+        if any(self._tickets[o].group is None for o in chosen):
+            return False
+        return not chosen or min(self._awaited, default=chosen[-1]) >= chosen[-1]
+
     def _trim(self) -> None:
         """Hold a `drop_oldest` buffer to its bounds."""
         if self.on_full == "wait":
@@ -333,6 +359,9 @@ class Buffer:
         kept: Sequence[Dropped] = [lost for lost in self._dropped if lost.group is not None]
         for lost in kept[: max(0, len(kept) - bound)]:
             lost.group = None
+
+    def _running_ordinals(self) -> list[int]:
+        return [o for o in self._order if self._tickets[o].group is None]
 
     def _running(self, ordinal: int) -> Ticket:
         ticket = self._tickets.get(ordinal)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.rollout.batch import RolloutBatch
@@ -24,6 +25,10 @@ class FromFeed:
     def is_exhausted(self) -> bool:
         return self.feed.is_exhausted(self.policy)
 
+    @property
+    def is_starved(self) -> bool:
+        return self.feed.is_starved(self.policy)
+
     async def collect(self, step: int) -> RolloutBatch:
         return await self.feed.take(self.policy)
 
@@ -32,6 +37,10 @@ class FromFeed:
 
     def published(self, step: int) -> None:
         self.feed.buffers[self.policy].published(step)
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        for buffer in self.feed.buffers.values():
+            buffer.listeners.append(listener)
 
     def state(self) -> JsonValue:
         return self.feed.state()

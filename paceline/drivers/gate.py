@@ -84,7 +84,7 @@ class Gate:
         limit. report: what every policy is doing, for the message of an error.
         """
         self._members = {name: _Member() for name in members}
-        self._deadline_s = deadline_s
+        self.deadline_s = deadline_s
         self._report = report
         self._clock = clock
         self._requests: deque[_Request] = deque()
@@ -245,7 +245,7 @@ class Gate:
 
     async def _turn_of(self, request: _Request) -> None:
         try:
-            async with asyncio.timeout(self._deadline_s):
+            async with asyncio.timeout(self.deadline_s):
                 await request.turn
         except TimeoutError as error:
             if not request.is_granted:
@@ -292,7 +292,7 @@ class Gate:
             what = "for an earlier request to be done"
         else:
             what = f"for {', '.join(map(repr, names))} to come to a point of rest"
-        text = f"waited {self._deadline_s:g} s {what}; if a step takes that long, allow more time"
+        text = f"waited {self.deadline_s:g} s {what}; if a step takes that long, allow more time"
         return self._error(text)
 
     def _error(self, text: str) -> GateError:

@@ -11,6 +11,7 @@ from typing import Any
 from paceline.drivers.board import Board
 from paceline.drivers.gate import Gate
 from paceline.drivers.run import Run
+from paceline.errors import GateError
 from paceline.observe.metrics import Metrics
 
 Quiet = Callable[[], AbstractAsyncContextManager[None]]
@@ -21,16 +22,20 @@ class Lead:
 
     def __init__(self, limits: Mapping[str, int]) -> None:
         """limits: follower -> most steps; a follower that is not named has no limit."""
+        self.on_wait: Callable[[], None] = _nothing
+        """Called when a follower begins to wait."""
         self._limits = dict(limits)
         self._leader_step = 0
-        self._waiting: dict[asyncio.Future[None], int] = {}
+        self._waiting: dict[asyncio.Future[None], str] = {}
+        self._needed: dict[str, int] = {}
 
     def leader_trained(self, step: int) -> None:
         """The leader has come so far."""
         self._leader_step = step
-        for future, needed in list(self._waiting.items()):
-            if needed <= step and not future.done():
+        for future, follower in list(self._waiting.items()):
+            if self._needed[follower] <= step and not future.done():
                 future.set_result(None)
+                del self._waiting[future]
 
     async def wait(self, follower: str, step: int) -> None:
         """Until the follower may begin this step."""
@@ -38,11 +43,19 @@ class Lead:
         if limit is None or step <= self._leader_step + limit:
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting[future] = step - limit
+        self._waiting[future], self._needed[follower] = follower, step - limit
+        self.on_wait()
         try:
             await future  # ends: with the leader's step, or with the run
         finally:
-            del self._waiting[future]
+            self._waiting.pop(future, None)
+
+    def is_waiting(self, follower: str) -> bool:
+        return follower in self._waiting.values()
+
+
+def _nothing() -> None:
+    """Nobody asks to be called."""
 
 
 @dataclass(slots=True)
@@ -55,19 +68,31 @@ class Joint:
     """Its members are all policies."""
     producers: Mapping[str, Callable[[], Coroutine[Any, Any, None]]]
     """What samples ahead of the clocks, by name."""
+    is_deterministic: bool
+    """The leader comes in only when every follower waits for it: where each of them stands at a
+    save or an eval then depends on counts alone."""
     quiet: Quiet
     """Held while the leader measures, where nothing else may be sampled meanwhile."""
     lead: Lead
     poll_s: float = 1.0
     """How often a save that is asked for is looked for while the leader waits for data."""
+    moved: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set whenever a policy may have come to wait for the leader."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the run is over."""
+
+    def __post_init__(self) -> None:
+        self.lead.on_wait = self.moved.set
+        for run in self.leader.others:
+            run.supply.listen(self.moved.set)
 
     @asynccontextmanager
     async def alone(self, run: Run) -> AsyncIterator[None]:
         """Hold the gate for a policy: meanwhile no weights change but by its own doing."""
         name, waited_s = run.policy.name, self.gate.waited_s
         run.board.enter(name, "waiting for the others to come to rest")
+        if self.is_deterministic:
+            await self._all_wait_for_leader()
         async with self.gate.exclusive(by=name):
             metrics = Metrics()
             metrics.sum("time/gate_wait_s", self.gate.waited_s - waited_s)
@@ -86,6 +111,23 @@ class Joint:
         metrics = Metrics()
         metrics.sum("time/held_s", self.gate.kept_s(name) - kept_s)
         run.recorder.log(name, metrics)
+
+    async def _all_wait_for_leader(self) -> None:
+        try:
+            async with asyncio.timeout(self.gate.deadline_s):
+                while not all(self._is_at_rest(other) for other in self.leader.others):
+                    self.moved.clear()
+                    await self.moved.wait()
+        except TimeoutError as error:
+            raise GateError(
+                f"waited {self.gate.deadline_s:g} s for every policy to wait for the leader; if a "
+                f"step takes that long, allow more time (run.gate_timeout_s).\n"
+                f"{self.board.report()}"
+            ) from error
+
+    def _is_at_rest(self, run: Run) -> bool:
+        """True if the follower does nothing more before the leader moves."""
+        return self.lead.is_waiting(run.policy.name) or run.supply.is_starved
 
     @property
     def followers(self) -> dict[str, Run]:

@@ -103,7 +103,9 @@ async def publish(run: Run, step: int) -> None:
         for past in run.past:
             await past.published(step)
     run.board.published(run.policy.name, step)
-    run.supply.published(step)
+    if not run.is_last(step):
+        # The last one gives no slots back: nothing that is sampled now would be trained on.
+        run.supply.published(step)
 
 
 async def publish_if_due(run: Run, step: int) -> None:

@@ -22,6 +22,10 @@ class Supply(Protocol):
     def is_exhausted(self) -> bool:
         """True if no further batch will come."""
 
+    @property
+    def is_starved(self) -> bool:
+        """True if `collect` waits for what cannot come before another policy moves."""
+
     async def collect(self, step: int) -> RolloutBatch:
         """The groups of a step; none, or fewer than usual, at the end of the data."""
 
@@ -30,6 +34,9 @@ class Supply(Protocol):
 
     def published(self, step: int) -> None:
         """The engines serve the weights of this step."""
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Call this after every change that may starve a policy."""
 
     def state(self) -> JsonValue:
         """What a checkpoint keeps: a batch that was not learned from counts as not taken."""
@@ -52,12 +59,18 @@ class Pull:
     def is_exhausted(self) -> bool:
         return self.stream.num_left == 0
 
+    @property
+    def is_starved(self) -> bool:
+        return False
+
     async def collect(self, step: int) -> RolloutBatch:
         self._before = self.stream.state()
         return await self.take(step)
 
     def learned(self) -> None:
         self._before = None
+
+    def listen(self, listener: Callable[[], None]) -> None: ...
 
     def state(self) -> JsonValue:
         return self.stream.state() if self._before is None else self._before

@@ -108,7 +108,6 @@ def encode_json(value: JsonValue, *, indent: int | None = None) -> bytes:
 
     A lone surrogate is escaped, since UTF-8 has no room for it.
     """
-    value = _without_non_finite(value)
     separators = (",", ":") if indent is None else None
 
     def dump(ensure_ascii: bool) -> str:
@@ -117,7 +116,12 @@ def encode_json(value: JsonValue, *, indent: int | None = None) -> bytes:
         )
 
     try:
-        return f"{dump(False)}\n".encode()
+        text = dump(False)
+    except ValueError:  # a number that is not finite
+        value = _without_non_finite(value)
+        text = dump(False)
+    try:
+        return f"{text}\n".encode()
     except UnicodeEncodeError:
         return f"{dump(True)}\n".encode()
 

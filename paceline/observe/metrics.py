@@ -21,19 +21,6 @@ class Metric:
     total: float
     weight: float = 1.0
 
-    def merge(self, other: Metric) -> Metric:
-        if self.kind != other.kind:
-            raise ValueError(f"a {self.kind} can not be merged with a {other.kind}")
-        match self.kind:
-            case "mean":
-                return Metric("mean", self.total + other.total, self.weight + other.weight)
-            case "sum":
-                return Metric("sum", self.total + other.total)
-            case "max":
-                return Metric("max", max(self.total, other.total))
-            case "min":
-                return Metric("min", min(self.total, other.total))
-
     @property
     def value(self) -> float | None:
         """None for a mean over nothing."""
@@ -50,41 +37,59 @@ class Metrics:
     """
 
     def __init__(self) -> None:
-        self._metrics: dict[str, Metric] = {}
+        # Kind, total and weight, changed in place: thousands of numbers are added in a step.
+        self._metrics: dict[str, tuple[Kind, list[float]]] = {}
 
     def add(self, name: str, metric: Metric) -> None:
+        self._add(name, metric.kind, metric.total, metric.weight)
+
+    def _add(self, name: str, kind: Kind, total: float, weight: float = 1.0) -> None:
         known = self._metrics.get(name)
-        self._metrics[name] = metric if known is None else known.merge(metric)
+        if known is None:
+            self._metrics[name] = (kind, [total, weight])
+            return
+        found, numbers = known
+        if found != kind:
+            raise ValueError(f"a {found} can not be merged with a {kind}")
+        if kind == "mean":
+            numbers[0] += total
+            numbers[1] += weight
+        elif kind == "sum":
+            numbers[0] += total
+        elif kind == "max":
+            numbers[0] = max(numbers[0], total)
+        else:
+            numbers[0] = min(numbers[0], total)
 
     def mean(self, name: str, total: float, weight: float = 1.0) -> None:
         """Add a sum of `weight` values; the metric is the mean over all that was added."""
-        self.add(name, Metric("mean", float(total), float(weight)))
+        self._add(name, "mean", float(total), float(weight))
 
     def mean_of(self, name: str, values: Iterable[float]) -> None:
         items = list(values)
         self.mean(name, sum(items), len(items))
 
     def sum(self, name: str, value: float) -> None:
-        self.add(name, Metric("sum", float(value)))
+        self._add(name, "sum", float(value))
 
     def max(self, name: str, value: float) -> None:
-        self.add(name, Metric("max", float(value)))
+        self._add(name, "max", float(value))
 
     def min(self, name: str, value: float) -> None:
-        self.add(name, Metric("min", float(value)))
+        self._add(name, "min", float(value))
 
     def merge(self, other: Metrics) -> None:
-        for name, metric in other._metrics.items():
-            self.add(name, metric)
+        for name, (kind, numbers) in other._metrics.items():
+            self._add(name, kind, *numbers)
 
     def values(self) -> dict[str, float]:
         """Final numbers, in the order of the names; a mean over nothing is left out."""
-        found = ((name, self._metrics[name].value) for name in sorted(self._metrics))
+        found = ((name, self[name].value) for name in sorted(self._metrics))
         return {name: value for name, value in found if value is not None}
 
     def state(self) -> dict[str, list[Any]]:
         """The partial results as JSON: name -> [kind, total, weight]; exact both ways."""
-        return {n: [m.kind, m.total, m.weight] for n, m in sorted(self._metrics.items())}
+        return {name: [kind, *numbers] for name, (kind, numbers) in sorted(self._metrics.items())}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Sequence[Any]]) -> Metrics:
@@ -101,4 +106,5 @@ class Metrics:
         return iter(self._metrics)
 
     def __getitem__(self, name: str) -> Metric:
-        return self._metrics[name]
+        kind, numbers = self._metrics[name]
+        return Metric(kind, *numbers)

@@ -108,6 +108,11 @@ class Feed:
         draws = (draw for play in self._plays for draw in play.draws)
         return sorted(draws, key=lambda draw: draw.ordinal)
 
+    def is_starved(self, policy: str) -> bool:
+        """True if the policy waits for groups, and none come before somebody else moves."""
+        is_idle = not self._plays and not self._num_startable() and not self._is_exhausted
+        return is_idle and self.buffers[policy].is_starved
+
     async def run(self) -> None:
         """Sample until the stream is exhausted, then close the buffers.
 
@@ -139,7 +144,7 @@ class Feed:
     def epoch(self, policy: str) -> int:
         """Epochs of which this policy has taken, or dropped, every draw."""
         first = self.buffers[policy].first_epoch
-        return self._stream.epoch if first is None else first
+        return self._stream.epoch if first is None else min(first, self._stream.epoch)
 
     def is_exhausted(self, policy: str) -> bool:
         """True if no further batch will come for this policy."""

@@ -104,6 +104,9 @@ class GroupBuffer(Protocol):
     def num_free(self) -> int | None: ...
 
     @property
+    def is_starved(self) -> bool: ...
+
+    @property
     def first_epoch(self) -> int | None: ...
 
     @property

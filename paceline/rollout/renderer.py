@@ -40,6 +40,7 @@ class Renderer:
         self.can_extend = self.has_template and self._keeps_prefix()
         """True if a template is there and renders old turns unchanged."""
         self._last: tuple[Prompt | None, list[int]] = (None, [])
+        self._decoded: tuple[list[int], str] = ([], "")
 
     @property
     def has_template(self) -> bool:
@@ -123,11 +124,14 @@ class Renderer:
         stop = len(ids)
         while stop and ids[stop - 1] in self.end_ids:
             stop -= 1
-        return str(
-            self.tokenizer.decode(
-                list(ids[:stop]), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        # An answer is decoded for its reward and, right after that, for its sample.
+        kept = list(ids[:stop])
+        if self._decoded[0] != kept:
+            text = self.tokenizer.decode(
+                kept, skip_special_tokens=True, clean_up_tokenization_spaces=False
             )
-        )
+            self._decoded = (kept, str(text))
+        return self._decoded[1]
 
     def _keeps_prefix(self) -> bool:
         """Render a conversation turn by turn and see whether old turns stay as they were."""

@@ -28,7 +28,7 @@ from paceline.rollout.outcomes import failed_outcome, to_outcome
 from paceline.rollout.renderer import Renderer
 from paceline.rollout.rewards import Reward
 from paceline.rollout.score import exception_score
-from paceline.rollout.seats import AnySeat, Player, learning_policies, seat_for
+from paceline.rollout.seats import AnySeat, FrozenSeat, Player, learning_policies, seat_for
 from paceline.rollout.settings import RolloutConfig
 from paceline.types import Draw, Episode, Group, derive_seed
 from paceline.user_code import NOT_OF_USER_CODE
@@ -181,7 +181,11 @@ class Runner:
         """Seeds depend on names and places, never on the order of roles or of calls."""
         draw = place.draw
         where = (self._purpose, draw.ordinal, draw.prompt.id, place.index)
-        player = seat_for(seat, derive_seed(self._run_seed, "pick", role, *where))
+        player: Seat | FrozenSeat
+        if isinstance(seat, Seat):  # so nobody is picked; the runner plays thousands of episodes
+            player = seat
+        else:
+            player = seat_for(seat, derive_seed(self._run_seed, "pick", role, *where))
         retry = ("retry", place.attempt) if place.attempt else ()
         of_role = () if role == player.policy else ("role", role)
         seed = partial(self._turn_seed, (player.policy, *where, *retry, *of_role))

@@ -99,7 +99,7 @@ class SeatPool:
 
 def seat_for(seat: AnySeat, seed: int) -> Seat | FrozenSeat:
     """Who plays in an episode: the seat, or the one that its pool picks with the seed."""
-    if isinstance(seat, Pool):
+    if not isinstance(seat, Seat) and isinstance(seat, Pool):
         chosen, label = seat.pick(seed)
         return replace(chosen, learns=False, label=label)
     return seat

@@ -18,12 +18,7 @@ from paceline.trainers.background import WorkThread
 from paceline.trainers.base import Place, SingleTrainerConfig
 from paceline.trainers.devices import resolve_device
 from paceline.trainers.forward import CausalForward
-from paceline.trainers.layout import (
-    MicroBatch,
-    input_lengths,
-    make_micro_batch,
-    plan_micro_batches,
-)
+from paceline.trainers.layout import MicroBatch, micro_batches
 from paceline.types import JsonValue, Row
 
 if TYPE_CHECKING:
@@ -62,7 +57,10 @@ class LoadedTeacher:
         self._top_k, self._vocab = top_k, vocab
         frozen = model.to(self._device).eval().requires_grad_(False)
         self._forward = CausalForward(
-            frozen, layout=config.layout, chunk_tokens=config.logprob_chunk_tokens
+            frozen,
+            layout=config.layout,
+            chunk_tokens=config.logprob_chunk_tokens,
+            share_prefix=config.share_prefix,
         )
         self._where: Place = "device"
         if where == "host":
@@ -97,20 +95,15 @@ class LoadedTeacher:
     def _grade(self, rows: list[Row]) -> None:
         if self._where == "host" and self._device.type != "cpu":
             raise TrainerError('the teacher is on the host: call place("device") first')
-        forward, budget = self._forward, self._config.max_tokens_per_micro_batch
-        if forward.max_positions is not None:
-            budget = min(budget, forward.max_positions)
-        lengths = input_lengths(rows)
         highest = max((int(row.tokens_T.max()) for row in rows), default=0)
         if highest >= self._num_embeddings:
             raise TrainerError(
                 f"an answer holds the token {highest}, and the teacher knows {self._num_embeddings}"
             )
         graded = [_EmptyColumns(row, self._top_k, self._kind) for row in rows]
-        for indices in plan_micro_batches(lengths, budget, forward.layout):
+        budget, is_plain = self._config.max_tokens_per_micro_batch, self._config.autocast == "off"
+        for micro in micro_batches(rows, self._forward, budget, self._device):
             self._thread.check()
-            micro = make_micro_batch(rows, indices, lengths, forward.layout, self._device)
-            is_plain = self._config.autocast == "off"
             with nullcontext() if is_plain else torch.autocast(self._device.type, torch.bfloat16):
                 columns = self._columns(micro)
             _spread([graded[i] for i in micro.rows], columns)

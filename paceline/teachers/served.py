@@ -113,7 +113,7 @@ class ServedTeacher:
         free = asyncio.Semaphore(self._max_in_flight)
 
         async def grade(row: Row) -> None:
-            async with free:
+            async with free:  # ends: with a request before it, which has its time limits
                 await self._grade(row)
 
         tasks = [asyncio.ensure_future(grade(row)) for row in rows]

@@ -21,9 +21,9 @@ follows. Legend: B rows, T positions, N trained tokens of a micro-batch in row o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 import torch
@@ -138,6 +138,29 @@ class MicroBatch:
     """int64: row of each token, 0..len(rows)-1."""
     tree: PrefixTree | None = None
     """How attention sees the nodes, if rows share their prefixes."""
+
+
+class Arrangement(Protocol):
+    """What a model made ready says about the micro-batches that it takes."""
+
+    layout: Layout
+    shares_prefixes: bool
+
+    @property
+    def max_positions(self) -> int | None: ...
+
+
+def micro_batches(
+    rows: Sequence[Row], forward: Arrangement, max_tokens: int, device: torch.device
+) -> Iterator[MicroBatch]:
+    """The rows with trained tokens, one micro-batch after the other, as the model can take them."""
+    budget = min(max_tokens, forward.max_positions or max_tokens)
+    lengths = input_lengths(rows)
+    trees = plan_trees(rows, lengths, budget) if forward.shares_prefixes else None
+    plan: Sequence[tuple[list[int], Nodes | None]]
+    plan = trees or [(p, None) for p in plan_micro_batches(lengths, budget, forward.layout)]
+    for indices, nodes in plan:
+        yield make_micro_batch(rows, indices, lengths, forward.layout, device, nodes)
 
 
 def make_micro_batch(

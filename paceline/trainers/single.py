@@ -31,20 +31,13 @@ from paceline.trainers.base import AREAS, Head, Place, SingleTrainerConfig
 from paceline.trainers.devices import fixed_order, resolve_device
 from paceline.trainers.forward import CausalForward, Forward
 from paceline.trainers.inputs import check_columns
-from paceline.trainers.layout import (
-    MicroBatch,
-    input_lengths,
-    make_micro_batch,
-    plan_micro_batches,
-    plan_trees,
-)
+from paceline.trainers.layout import MicroBatch, micro_batches
 from paceline.trainers.optimizer import (
     clip_gradients,
     gradient_norm,
     make_optimizer,
     move_moments,
 )
-from paceline.trainers.prefix_tree import Nodes
 from paceline.trainers.recompute import decoder_layers, recomputed
 from paceline.trainers.schedules import learning_rate
 from paceline.trainers.state import load_state, save_state
@@ -241,15 +234,9 @@ class SingleTrainer:
         if self._where == "host" and self._device.type != "cpu":
             raise TrainerError('the trainer is on the host: call place("device") first')
         budget = self._config.max_tokens_per_micro_batch
-        if forward.max_positions is not None:
-            budget = min(budget, forward.max_positions)
-        lengths = input_lengths(rows)
-        trees = plan_trees(rows, lengths, budget) if forward.shares_prefixes else None
-        plan: Sequence[tuple[list[int], Nodes | None]]
-        plan = trees or [(p, None) for p in plan_micro_batches(lengths, budget, forward.layout)]
-        for indices, nodes in plan:
+        for micro in micro_batches(rows, forward, budget, self._device):
             self._thread.check()
-            yield make_micro_batch(rows, indices, lengths, forward.layout, self._device, nodes)
+            yield micro
 
     def _autocast(self) -> AbstractContextManager[object]:
         if self._config.autocast == "off":

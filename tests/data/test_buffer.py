@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 import pytest
-from drivers.virtual_time import run_virtual
+from drivers.virtual_time import DeadlockError, run_virtual
 from feeds import make_group, varied
 
 from paceline.data.buffer import Buffer
@@ -119,6 +119,23 @@ def test_groups_are_taken_in_the_order_of_draws_however_they_come() -> None:
     assert run_virtual(run) == [0, 1]
     buffer.learned()
     assert step(buffer) == [2, 3]
+
+
+@pytest.mark.parametrize("how", ["withdrawn", "restored"])
+def test_a_cancelled_draw_keeps_its_place(how: str) -> None:
+    buffer = make(1, 2)
+    for ordinal in range(3):
+        buffer.admit(draw(ordinal))
+    buffer.deliver(1, group(1))
+    if how == "restored":
+        buffer = restored(buffer)
+    else:
+        buffer.withdraw(0)
+        buffer.withdraw(2)
+    with pytest.raises(DeadlockError):
+        take(buffer)
+    fill(buffer, 0)
+    assert [step(buffer), step(buffer)] == [[0], [1]]
 
 
 def test_a_step_tells_of_what_was_dropped_before_its_last_group() -> None:
@@ -356,6 +373,7 @@ def test_more_than_fits_is_refused() -> None:
         {"ready": 5},
         {"dropped": [["x", "failed", False]]},
         {"stragglers": None},
+        {"awaited": ["x"]},
     ],
     ids=str,
 )

@@ -139,32 +139,3 @@ def test_the_same_seed_gives_the_same_history() -> None:
         return world.num_held, world.num_turns, world.gate.waited_s
 
     assert [history(seed) for seed in range(50)] == [history(seed) for seed in range(50)]
-
-
-def test_a_failing_seed_is_printed_with_its_schedule() -> None:
-    async def body() -> None:
-        await asyncio.sleep(1.5)
-        raise ValueError
-
-    with pytest.raises(ValueError) as caught:  # noqa: PT011
-        run_virtual(body, seed=17)
-    (note,) = caught.value.__notes__
-    assert note.startswith("virtual time: seed 17, at 1.5000 s, after 4 callbacks; the last ones:")
-    assert "1.5000 Task-" in note
-
-
-def test_seeds_differ_in_the_order_of_what_is_ready() -> None:
-    def order(seed: int, shuffle: bool) -> str:
-        letters: list[str] = []
-
-        async def body() -> None:
-            async def say(letter: str) -> None:
-                letters.append(letter)
-
-            await asyncio.gather(*(say(letter) for letter in "abcd"))
-
-        run_virtual(body, seed=seed, shuffle=shuffle)
-        return "".join(letters)
-
-    assert {order(seed, False) for seed in range(20)} == {"abcd"}
-    assert len({order(seed, True) for seed in range(200)}) == 24

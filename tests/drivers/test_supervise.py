@@ -123,10 +123,11 @@ def test_the_first_error_wins_and_the_others_are_notes(kind: str) -> None:
         run_virtual(body, seed=seed)
 
 
-def test_one_error_that_several_raise_is_told_once() -> None:
+@pytest.mark.parametrize("is_first", [True, False])
+def test_one_error_that_several_raise_is_told_once(is_first: bool) -> None:
     async def body() -> None:
         gate = Gate(["a", "b"], deadline_s=None)
-        error = ValueError("sick")
+        shared, own = ValueError("sick"), OSError("disk full")
 
         async def lead() -> None:
             async with gate.exclusive():
@@ -138,13 +139,15 @@ def test_one_error_that_several_raise_is_told_once() -> None:
 
         async def sicken() -> None:
             await asyncio.sleep(1)
-            gate.fail(error)
-            await goes_on()
+            gate.fail(shared)
+            if is_first:
+                await goes_on()
+            raise own
 
-        with pytest.raises(ValueError, match="sick") as caught:
+        with pytest.raises(ValueError if is_first else OSError) as caught:
             await supervise(lead(), {"a": follow(), "b": sicken()})
-        assert caught.value is error
-        assert len(notes_of(error)) == 1
+        assert caught.value is (shared if is_first else own)
+        assert len(notes_of(caught.value)) == (1 if is_first else 2)
 
     for seed in SEEDS:
         run_virtual(body, seed=seed)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from tiny import tiny_model
 
 from paceline.engines.base import EmbeddedEngineConfig, Request, Sampling
 from paceline.engines.embedded import EmbeddedEngine
 from paceline.engines.turns import Turns
-from tiny import tiny_model
 
 SAMPLING = Sampling(max_tokens=12, ignore_eos=True)
 

@@ -24,11 +24,11 @@ SEEDS = [
 ]
 
 
-class Killed(Exception):
+class KilledError(Exception):
     """The process is gone."""
 
 
-class EngineDied(Exception):
+class EngineDiedError(Exception):
     """What a runner raises."""
 
 
@@ -104,10 +104,16 @@ class Trial:
         world = self.world()
         self.save(world)
         try:
-            run_virtual(lambda: self._live(world, is_last), seed=schedule, check=world.check)
-        except Killed:
+            run_virtual(
+                lambda: self._live(world, is_last),
+                seed=schedule,
+                check=world.check,
+                max_callbacks=100_000,
+            )
+        except KilledError:
             return
         self.books = world.books
+        self.told = world.books.told + world.told_last
 
     async def _live(self, world: World, is_last: bool) -> None:
         tasks = [asyncio.create_task(self._disturb(world, is_last)) for _ in range(2)]
@@ -115,14 +121,11 @@ class Trial:
             self._break(world)
         try:
             training = asyncio.create_task(self._train(world))
-            done, _ = await asyncio.wait(
-                {training, *tasks}, return_when=asyncio.FIRST_EXCEPTION
-            )
-            if training not in done:
-                for task in done:
-                    task.result()
-            if world.runner.failing and training.done() and training.exception() is not None:
-                raise Killed
+            done, _ = await asyncio.wait({training, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done - {training}:
+                task.result()
+            if isinstance(training.exception(), EngineDiedError):
+                raise KilledError
             await training
         finally:
             for task in (training, *tasks):
@@ -148,7 +151,7 @@ class Trial:
 
     def _break(self, world: World) -> None:
         ordinal = self.rng.randrange(self.num_draws)
-        world.runner.failing[ordinal] = EngineDied(f"draw {ordinal}")
+        world.runner.failing[ordinal] = EngineDiedError(f"draw {ordinal}")
 
     async def _check_failure(self, world: World, clocks: list[asyncio.Task[None]]) -> None:
         """Everybody has the original exception, nothing runs, and every draw is accounted for."""
@@ -177,7 +180,7 @@ class Trial:
                 case "save":
                     self.save(world)
                 case "kill" if not is_last:
-                    raise Killed
+                    raise KilledError
                 case "cancel" if not self.producer.done():
                     self.producer.cancel()
                     await asyncio.wait({self.producer})
@@ -193,8 +196,8 @@ class Trial:
                             assert len(world.runner.calls) == calls
                     except TimeoutError:
                         pass
-                    except EngineDied:
-                        return
+                    except EngineDiedError:
+                        continue
 
     def verify(self) -> None:
         for name, pace in self.paces.items():
@@ -211,7 +214,7 @@ class Trial:
                 assert {o: r for o, r in dropped.items() if r != "oldest"} == expected
             assert max(self.books.staleness.get(name, [0])) <= pace.max_staleness
             assert min(self.books.staleness.get(name, [0])) >= 0
-            told = {r: n for (policy, r), n in self.books.told.items() if policy == name and n}
+            told = {r: n for (policy, r), n in self.told.items() if policy == name and n}
             assert told == Counter(dropped.values())
 
 
