@@ -70,6 +70,10 @@ async def open_joint(run_file: RunFile, given: Given, disposer: Disposer) -> Joi
     leader = members[run_file.leader]
     feeds = await open_feeds(run_file, given, members, reward, disposer)
     eval_sets = await load_eval_sets(run_file, given, leader.text, disposer, reward)
+    if turns is not None:
+        for scored in (reward, *(f.reward for f in feeds), *(s.reward for s in eval_sets)):
+            if scored is not None:
+                scored.outside = turns.outside
     needed = _fingerprint(run_file, members, feeds)
     if state is not None:
         check_compatible(state, needed, str(store.root / step_name(state.step)))

@@ -146,7 +146,9 @@ def _set_policy_kinds(tables: Table) -> None:
 def _name_roles(tables: Table) -> None:
     """`solver = "a"` is short for `solver = { policy = "a" }`."""
     roles = tables.get("roles")
-    for role, played_by in roles.items() if isinstance(roles, dict) else ():
+    if not isinstance(roles, dict):
+        return
+    for role, played_by in roles.items():
         if isinstance(played_by, str):
             roles[role] = {"policy": played_by}
 

@@ -51,7 +51,9 @@ def written_where(problems: Iterable[Problem], written: Any) -> list[Problem]:
         if len(path) > 2 and path[0] == "policies" and not _is_written(written, path):
             above = path[2:]
             if _is_written(written, above) or (
-                len(above) > 1 and _is_written(written, above[:1]) and not _in(written, path[:3])
+                len(above) > 1
+                and _is_written(written, above[:1])
+                and not _is_written(written, path[:3])
             ):
                 problem = Problem(above, problem.text)
         found.append(problem)
@@ -59,15 +61,11 @@ def written_where(problems: Iterable[Problem], written: Any) -> list[Problem]:
 
 
 def _is_written(tables: Any, path: KeyPath) -> bool:
-    return _in(tables, path)
-
-
-def _in(tables: Any, path: KeyPath) -> bool:
     node = tables
     for part in path:
-        if (isinstance(node, dict) and part in node) or (
-            isinstance(node, list) and isinstance(part, int) and part < len(node)
-        ):
+        if isinstance(node, list) and isinstance(part, int) and part < len(node):
+            node = node[part]
+        elif isinstance(node, dict) and part in node:
             node = node[part]
         else:
             return False
@@ -97,7 +95,7 @@ def teacher_has_a_pupil(run_file: RunFile, situation: Situation) -> Iterator[Pro
         yield Problem(("teacher",), "no policy learns from it: take the block out")
 
 
-@reads("policies", "run.leader")
+@reads("run.leader")
 def leader_is_one(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
     leader = run_file.run.leader
     if leader is None:
@@ -111,7 +109,7 @@ def leader_is_one(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
         )
 
 
-@reads("policies", "roles", "rollout.env")
+@reads("roles", "rollout.env")
 def roles_are_played(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
     known = list(run_file.policies) or ["policy"]
     for role, played_by in run_file.roles.items():

@@ -49,7 +49,7 @@ class Serving:
         self, batch: Batch, *, max_prefill_tokens: int, name: str, turns: Turns | None = None
     ) -> None:
         self._turns = turns
-        self._place = 0 if turns is None else turns.join()
+        self._place = 0 if turns is None else turns.add_engine()
         self.waiting = WaitingQueue()
         self._batch = batch
         self._max_prefill_tokens = max_prefill_tokens

@@ -27,7 +27,7 @@ class Turns:
         self._granter: asyncio.Task[None] | None = None
         self._left: set[int] = set()
 
-    def join(self) -> int:
+    def add_engine(self) -> int:
         """The place of a new engine."""
         self._num_joined += 1
         return self._num_joined - 1
@@ -88,7 +88,7 @@ class Turns:
 
     async def _grant(self) -> None:
         seen, quiet = self._moves, 0
-        while quiet < QUIET_TURNS:  # ends: each move is an answer's or a caller's, and they end
+        while quiet < QUIET_TURNS:
             await asyncio.sleep(0)
             quiet = quiet + 1 if self._moves == seen else 0
             seen = self._moves

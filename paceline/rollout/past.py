@@ -18,8 +18,9 @@ import safetensors.torch
 from paceline.errors import CheckpointError
 from paceline.observe.files import REAL_FILES, encode_json
 from paceline.observe.metrics import Metrics
+from paceline.rollout.actor import Seat
 from paceline.rollout.elo import START, EloTable
-from paceline.rollout.seats import Seat, SeatPool
+from paceline.rollout.seats import SeatPool
 from paceline.types import Episode, Group
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ import importlib.util
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -67,6 +68,8 @@ class Reward:
         on_failure: OnFailure = "drop_sample",
     ) -> None:
         self.on_failure: OnFailure = on_failure
+        self.outside: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Entered around each call: tells engines that take turns that an answer may follow."""
         self._parts = tuple(parts)
         specs = {part.name: part.spec for part in parts if part.spec is not None}
         self.pool = (
@@ -94,10 +97,11 @@ class Reward:
     ) -> Score:
         """What the answer is worth. Failures of the reward are scores without a value."""
         values = reward_values(prompt, completion, finish, num_tokens)
-        if len(self._parts) == 1 and not self._parts[0].name:
-            return await self._score_part(self._parts[0], values)
-        # ends: each part by `timeout_s`
-        scores = await asyncio.gather(*(self._score_part(part, values) for part in self._parts))
+        with self.outside():
+            if len(self._parts) == 1 and not self._parts[0].name:
+                return await self._score_part(self._parts[0], values)
+            # ends: each part by `timeout_s`
+            scores = await asyncio.gather(*(self._score_part(part, values) for part in self._parts))
         return _weighted_sum(self._parts, scores)
 
     async def _score_part(self, part: Part, values: Mapping[str, Any]) -> Score:

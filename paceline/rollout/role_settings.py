@@ -50,6 +50,7 @@ class RoleConfig(Config):
         owners = {"every": "past", "keep": "past", "model": "url", "api_key_env": "url",
                   "timeout_s": "url", "max_in_flight": "url"}  # fmt: skip
         for key, owner in owners.items():
-            if key in self.model_fields_set and getattr(self, owner) is None:
+            is_set = getattr(self, key) != type(self).model_fields[key].default
+            if is_set and getattr(self, owner) is None:
                 raise ValueError(f"{key} is only for a role with {owner}")
         return self

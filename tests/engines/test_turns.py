@@ -17,7 +17,7 @@ SAMPLING = Sampling(max_tokens=12, ignore_eos=True)
 def test_one_at_a_time_and_the_first_joined_first() -> None:
     async def body() -> list[str]:
         turns, log = Turns(), []
-        places = {name: turns.join() for name in "ab"}
+        places = {name: turns.add_engine() for name in "ab"}
 
         async def work(name: str, jobs: int) -> None:
             for _ in range(jobs):
@@ -36,7 +36,7 @@ def test_one_at_a_time_and_the_first_joined_first() -> None:
 def test_no_turn_while_work_goes_on_outside() -> None:
     async def body() -> None:
         turns = Turns()
-        place = turns.join()
+        place = turns.add_engine()
         entered = asyncio.Event()
 
         async def work() -> None:
@@ -57,7 +57,7 @@ def test_no_turn_while_work_goes_on_outside() -> None:
 def test_an_engine_that_leaves_lets_the_others_go_on(holds: bool) -> None:
     async def body() -> None:
         turns = Turns()
-        first, second = turns.join(), turns.join()
+        first, second = turns.add_engine(), turns.join()
         if holds:
             async with turns.turn(first):
                 turns.leave(first)
@@ -80,7 +80,7 @@ async def _enter(turns: Turns, place: int) -> None:
 def test_a_cancelled_wait_gives_the_turn_on() -> None:
     async def body() -> None:
         turns = Turns()
-        first, second = turns.join(), turns.join()
+        first, second = turns.add_engine(), turns.join()
         task = asyncio.create_task(_enter(turns, first))
         other = asyncio.create_task(_enter(turns, second))
         await asyncio.sleep(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -181,3 +182,35 @@ def test_columns_that_are_missing_or_do_not_fit_are_named() -> None:
     grade(Distill(top_k=4), rows)
     with pytest.raises(TrainerError, match=r"shape \(\d+, 4\).*top_k = 5"):
         gradients(top, rows)
+
+
+@each
+def test_sharing_the_prompts_of_a_group_changes_no_number(name: str) -> None:
+    """Teacher and student compute what answers begin with once, or each for itself."""
+    algorithm = ALGORITHMS[name]
+
+    def rows_of(**settings: Any) -> list[Row]:
+        rows = graded_rows(algorithm)
+        for row in rows:  # four answers to each of three prompts
+            row.tokens_T = np.concatenate([np.arange(20) + len(row.episode[0]), row.tokens_T])
+            for column in vars_of(row):
+                values_T = getattr(row, column)
+                padding = np.zeros((20, *values_T.shape[1:]), values_T.dtype)
+                setattr(row, column, np.concatenate([padding, values_T]))
+        grade(algorithm, rows, **settings)
+        return rows
+
+    whole, shared = rows_of(share_prefix=False), rows_of(share_prefix=True)
+    trainer = trainer_of(algorithm, share_prefix=True)
+    assert trainer._trained_forward.shares_prefixes
+    metrics, expected = gradients(trainer_of(algorithm, share_prefix=False), whole)
+    found_metrics, found = gradients(trainer, shared)
+    # The model's norms and rotary embedding compute in float32.
+    assert found_metrics == pytest.approx(metrics, rel=1e-6, abs=1e-9)
+    assert_close(found, expected, 1e-6)
+
+
+def vars_of(row: Row) -> list[str]:
+    """Its columns other than tokens."""
+    names = [field.name for field in dataclasses.fields(row) if field.name.endswith(("_T", "_TK"))]
+    return [name for name in names if name != "tokens_T" and getattr(row, name) is not None]
