@@ -29,9 +29,9 @@ CARELESS = 0.85  # share of the sums that the pupil adds without carrying
 WARM_UP_STEPS, WARM_UP_ROWS = 400, 128
 
 
-def make_model(folder: Path, seed: int) -> None:
+def make_model(folder: Path, seed: int, characters: str = "0123456789+=") -> None:
     """A third of a million parameters and a tokenizer of one token per character."""
-    vocab = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *"0123456789+="])}
+    vocab = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *characters])}
     core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     core.decoder = decoders.Fuse()

@@ -1,5 +1,7 @@
 """A server in a thread that answers like SGLang's native HTTP API, from a real model.
 
+Its answers were compared with those of SGLang 0.5.21.
+
 What goes wrong is told by `faults`, one a request to /generate; then it serves.
 """
 
@@ -26,8 +28,10 @@ class TeacherServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.model, self.tokenizer = model, tokenizer
         self.name: str | None = "models/teacher"
+        self.information = "/model_info"
         self.faults: list[str] = []
         self.shows_text = True
+        self.is_dead = False
         self.questions: list[dict[str, Any]] = []
         self.most_at_once = 0
         self.released = threading.Event()
@@ -64,16 +68,19 @@ class TeacherServer(ThreadingHTTPServer):
         """`meta_info` of the question, with the log-probs of a full forward."""
         ids, k = question["input_ids"], question.get("top_logprobs_num", 0)
         if max(ids) >= self.model.config.vocab_size:
-            raise ValueError("a token is out of the vocabulary")
+            self.is_dead = True  # as SGLang is after a token that its model does not know
+            raise IndexError
         logprobs_TV = self.model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
 
         def entry(position: int | None, token: int) -> list[Any]:
             value = None if position is None else float(logprobs_TV[position, token])
-            shows = self.shows_text and question.get("return_text_in_logprobs", False)
-            return [value, token, str(self.tokenizer.decode([token])) if shows else None]
+            return [value, token, None]
 
         first = entry(None, ids[0])
         found = {"input_token_logprobs": [first, *(entry(t, i) for t, i in enumerate(ids[1:]))]}
+        for found_T in found["input_token_logprobs"]:
+            if found_T[1] == self.model.config.vocab_size - 1:
+                found_T[1] = 0  # as SGLang does, here alone
         if k:
             tops = logprobs_TV.topk(k).indices.tolist()[:-1]
             found["input_top_logprobs"] = [
@@ -87,13 +94,20 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        if self.path == "/get_model_info" and self.server.name is not None:
+        if self.path == self.server.information and self.server.name is not None:
             self._send(200, {"model_path": self.server.name})
         else:
             self._send(404, {"detail": "Not Found"})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/detokenize" and self.server.shows_text:
+            found = [self.server.tokenizer.decode(ids) for ids in body["tokens"]]
+            self._send(200, {"text": found})
+            return
+        if self.path != "/generate":
+            self._send(404, {"detail": "Not Found"})
+            return
         fault = self.server.next_fault(body)
         try:
             self._answer(body, fault)
@@ -103,7 +117,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, body: dict[str, Any], fault: str) -> None:
         if fault.isdecimal():
             self._send(int(fault), {"error": f"fault {fault}"})
-        elif fault == "dead":
+        elif fault == "dead" or self.server.is_dead:
             self.close_connection = True
         elif fault == "hang":
             self.server.released.wait(30)
@@ -111,11 +125,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif fault == "text":
             self._send(200, "not JSON", raw=True)
         else:
-            try:
-                found = self.server.answer(body)
-            except ValueError as error:
-                self._send(400, {"error": {"message": str(error)}})
-                return
+            found = self.server.answer(body)
             self._break(found["meta_info"], fault)
             self._send(200, found, cut=fault == "cut", is_chunked=fault == "chunked")
 
@@ -154,7 +164,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data[: len(data) // 2] if cut else data)
-        self.close_connection = True
+        self.close_connection = cut
 
     def log_message(self, format: str, *given: Any) -> None:
         """Tests are quiet."""

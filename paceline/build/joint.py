@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -25,7 +26,7 @@ from paceline.drivers.memory import KeepBoth
 from paceline.drivers.run import Cadence, Run
 from paceline.drivers.schedule import SaveRequest
 from paceline.engines.turns import Turns
-from paceline.errors import ResumeMismatchError
+from paceline.errors import GateError, ResumeMismatchError
 from paceline.evals import EvalDispatcher
 from paceline.evals_settings import EvalsConfig
 from paceline.observe.environment import describe_environment, write_environment
@@ -164,7 +165,8 @@ def _joint(parts: _Parts, turns: Turns | None) -> Joint:
     runs[leader].others = [run for name, run in runs.items() if name != leader]
     leads = {name: run_file.view(name).schedule.max_lead for name in runs}
     if turns is not None:
-        alone = [n for n in runs if n != leader and n not in run_file.shared_policies]
+        shared = run_file.shared_policies if leader in run_file.shared_policies else ()
+        alone = [name for name in runs if name != leader and name not in shared]
         leads |= {name: leads[name] or 0 for name in alone}
     return Joint(
         leader=runs[leader],
@@ -228,9 +230,16 @@ def _quiet(feeds: list[OpenFeed], limit_s: float | None) -> Any:
     @asynccontextmanager
     async def held() -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
-            for feed in feeds:
-                if limit_s is not None and feed.feed is not None:
-                    await stack.enter_async_context(feed.feed.held())
+            try:
+                async with asyncio.timeout(limit_s):
+                    for feed in feeds:
+                        if limit_s is not None and feed.feed is not None:
+                            await stack.enter_async_context(feed.feed.held())
+            except TimeoutError as error:
+                raise GateError(
+                    f"waited {limit_s:g} s for what is being sampled to come to its end; if that "
+                    "takes so long, allow more time (run.gate_timeout_s)"
+                ) from error
             yield
 
     return held

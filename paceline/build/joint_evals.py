@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from paceline.rollout.single_turn import SINGLE_TURN, load_env
 
 def make_joint_evals(
     run_file: RunFile,
-    eval_sets: list[LoadedEvalSet],
+    eval_sets: Sequence[LoadedEvalSet],
     members: Mapping[str, Member],
     seats: Mapping[str, AnySeat],
     turns: Turns | None,
@@ -29,20 +29,9 @@ def make_joint_evals(
     """Measures at a point where no weights move; in the background only a policy by itself."""
 
     async def evaluate(step: int, version: int, snapshot: Engine | None) -> list[EvalResult]:
-        results = []
-        for one in eval_sets:
-            name = one.settings.policy or run_file.leader
-            prepared = _prepare(run_file, one, name, members, seats, snapshot)
-            results.append(
-                await run_eval(
-                    prepared,
-                    policy=name,
-                    step=step,
-                    version=version if name == run_file.leader else _version(members[name]),
-                    timeout_s=run_file.evals.timeout_s,
-                )
-            )
-        return results
+        return await evaluate_sets(
+            run_file, eval_sets, members, seats, step=step, version=version, snapshot=snapshot
+        )
 
     snapshots = None
     if run_file.evals.background:
@@ -58,6 +47,33 @@ def make_joint_evals(
             )
         )
     return EvalDispatcher(run_file.evals, evaluate, snapshots)
+
+
+async def evaluate_sets(
+    run_file: RunFile,
+    eval_sets: Sequence[LoadedEvalSet],
+    members: Mapping[str, Member],
+    seats: Mapping[str, AnySeat],
+    *,
+    step: int,
+    version: int,
+    snapshot: Engine | None = None,
+) -> list[EvalResult]:
+    """Measure the sets one after the other. version, snapshot: of the leader."""
+    results = []
+    for one in eval_sets:
+        name = one.settings.policy or run_file.leader
+        prepared = _prepare(run_file, one, name, members, seats, snapshot)
+        results.append(
+            await run_eval(
+                prepared,
+                policy=name,
+                step=step,
+                version=version if name == run_file.leader else _version(members[name]),
+                timeout_s=run_file.evals.timeout_s,
+            )
+        )
+    return results
 
 
 def _version(member: Member) -> int:

@@ -19,13 +19,13 @@ from paceline.build.loop import run_to_end
 from paceline.build.parts import make_model, make_text
 from paceline.build.recorded import (
     RecordedStep,
+    checkpoint_after,
     checkpoint_before,
-    find_checkpoint,
     recorded_threads,
 )
 from paceline.build.scoring import RowScorer, clipped_tokens, token_losses
 from paceline.build.teachers import open_teacher
-from paceline.config import POLICY, RunFile
+from paceline.config import RunFile
 from paceline.data.packing import make_rows, samples_of, split_updates
 from paceline.drivers.dispose import Disposer
 from paceline.errors import ConfigError, DataError, EngineError, TrainerError
@@ -164,7 +164,7 @@ def _add_credit(recorded: RecordedStep, numbers: SampleNumbers, place: int) -> l
     algorithm, trainer = recorded.run_file.algorithm, recorded.run_file.trainer
     groups, record = recorded.groups, numbers.record
     try:
-        advantages = algorithm.credit(groups, POLICY).advantages[place]
+        advantages = algorithm.credit(groups, recorded.policy).advantages[place]
     except TrainerError:
         numbers.notes.append(
             "advantages are those that were recorded: the algorithm makes them of what models say"
@@ -175,9 +175,9 @@ def _add_credit(recorded: RecordedStep, numbers: SampleNumbers, place: int) -> l
     parts = split_updates(groups, trainer.updates_per_step)
     numbers.num_updates = len(parts) * trainer.epochs_per_step
     for number, part in enumerate(parts, start=1):
-        size = sum(1 for _ in samples_of(part, POLICY))
+        size = sum(1 for _ in samples_of(part, recorded.policy))
         if start <= place < start + size:
-            weights = algorithm.token_weights(part, POLICY)[place - start]
+            weights = algorithm.token_weights(part, recorded.policy)[place - start]
             numbers.update = number
             episodes = [e for group in part for e in group.episodes if e.is_trainable]
             counts = [sum(s.num_trained_tokens for s in e.samples) for e in episodes]
@@ -211,7 +211,7 @@ def _row(numbers: SampleNumbers, weights: Sequence[float]) -> Row:
     """The sample alone, as its optimizer step sees it."""
     sample = to_sample(numbers.record)
     group = Group(Prompt(sample.prompt_id), [Episode(sample.prompt_id, sample.episode, [sample])])
-    (row,) = make_rows([group], POLICY, weights=[weights])
+    (row,) = make_rows([group], sample.policy, weights=[weights])
     row.advantages_T[:] = [token.advantage or 0.0 for token in numbers.tokens]
     return row
 
@@ -230,7 +230,7 @@ def _add_models(recorded: RecordedStep, numbers: SampleNumbers, row: Row) -> Non
         row.reference_logprobs_T = _column(row, inputs.logprobs_N)
     if run_file.algorithm.needs_teacher:
         _add_teacher(run_file, numbers, row)
-    folder = None if before is None else before.policy_folder(POLICY) / "model"
+    folder = None if before is None else before.policy_folder(recorded.policy) / "model"
     inputs = RowScorer(run_file, folder).inputs(row)
     trained = numbers.trained
     for token, old in zip(trained, inputs.logprobs_N.tolist(), strict=True):
@@ -240,14 +240,14 @@ def _add_models(recorded: RecordedStep, numbers: SampleNumbers, row: Row) -> Non
             token.loss = loss
     except TrainerError as error:
         numbers.notes.append(f"losses are left out: {error}")
-    after = find_checkpoint(recorded.run_dir, step)
+    after = checkpoint_after(recorded)
     if after is None:
         numbers.notes.append(
             f"new log-probs and ratios are left out: there is no checkpoint of step {step}"
         )
         return
     row.old_logprobs_T = _column(row, inputs.logprobs_N)
-    inputs = RowScorer(run_file, after.policy_folder(POLICY) / "model").inputs(row)
+    inputs = RowScorer(run_file, after.policy_folder(recorded.policy) / "model").inputs(row)
     try:
         clipped = clipped_tokens(run_file.algorithm, inputs)
     except TrainerError:

@@ -8,13 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint import Checkpoint, CheckpointStore
+from paceline.checkpoint import Checkpoint, CheckpointStore, RunState, step_name
 from paceline.checkpoint_settings import CheckpointConfig
-from paceline.config import POLICY, RunFile, load_run_file
+from paceline.config import RunFile, load_run_file
 from paceline.errors import CheckpointError, ConfigError, DataError
 from paceline.observe.jsonl import read_rows
 from paceline.observe.regroup import regroup
-from paceline.observe.samples import SampleRecord, find_samples, read_samples, sample_files
+from paceline.observe.samples import (
+    SampleRecord,
+    find_samples,
+    policy_folder,
+    policy_names,
+    read_samples,
+    sample_files,
+)
 from paceline.trainers.threads import choose_threads
 from paceline.types import Group, Sample
 
@@ -25,7 +32,10 @@ class RecordedStep:
 
     run_dir: Path
     run_file: RunFile
+    """As the policy sees it."""
+    policy: str
     step: int
+    """Of the policy's clock."""
     records: list[SampleRecord]
     """All of the file, those that were not trained on included."""
     groups: list[Group]
@@ -46,31 +56,62 @@ class RecordedStep:
 
 
 def read_step(
-    run_dir: Path, step: int | None = None, overrides: Sequence[str] = ()
+    run_dir: Path,
+    step: int | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    policy: str | None = None,
 ) -> RecordedStep:
-    """What a run kept of a step, by default of the last one. Nothing is changed on disk.
+    """What a run kept of a policy's step, by default of the last one. Nothing is changed on disk.
 
-    overrides: keys set over the run file that the run left. Raises ConfigError or DataError.
+    overrides: keys set over the run file that the run left. policy: one of several; default: the
+    leader. Raises ConfigError or DataError.
     """
-    if not (run_dir / "run.toml").is_file():
-        raise ConfigError(f"{run_dir} has no run.toml: name the folder of a run, such as runs/demo")
-    step, path = find_samples(run_dir / "samples", step)
+    run_file = _run_file_of(run_dir, overrides)
+    name = _choose(run_file, run_dir, policy)
+    step, path = find_samples(samples_folder(run_dir, name), step)
     records = read_samples(path)
-    # What a run needs besides its model is looked for where it is needed.
-    run_file = load_run_file(run_dir / "run.toml", overrides, purpose="generate")
     rows = read_rows(run_dir / "metrics.jsonl")
-    row = next((r for r in rows if r.get("step") == step and r.get("policy") == POLICY), {})
+    row = next((r for r in rows if r.get("step") == step and r.get("policy") == name), {})
     try:
         groups = regroup([record for record in records if record.dropped is None])
     except ValueError as error:
         raise DataError(f"{path} does not fit together: {error}") from error
-    return RecordedStep(run_dir, run_file, step, records, groups, row)
+    return RecordedStep(run_dir, run_file.view(name), name, step, records, groups, row)
 
 
-def find_checkpoint(run_dir: Path, step: int) -> Checkpoint | None:
+def _run_file_of(run_dir: Path, overrides: Sequence[str] = ()) -> RunFile:
+    """The file that a run left. What it needs besides its models is looked for where needed."""
+    if not (run_dir / "run.toml").is_file():
+        raise ConfigError(f"{run_dir} has no run.toml: name the folder of a run, such as runs/demo")
+    return load_run_file(run_dir / "run.toml", overrides, purpose="generate")
+
+
+def _choose(run_file: RunFile, run_dir: Path, policy: str | None) -> str:
+    name = run_file.leader if policy is None else policy
+    if name not in run_file.learners:
+        known = ", ".join(run_file.learners)
+        raise ConfigError(f"{run_dir} trains no policy {name!r}; it trains {known}")
+    return name
+
+
+def samples_folder(run_dir: Path, policy: str | None = None) -> Path:
+    """Where the samples of a policy lie, by default of the only one or the leader.
+
+    Raises ConfigError if the run does not train it.
+    """
+    folder = run_dir / "samples"
+    names = policy_names(folder)
+    if not names and policy is None:
+        return folder
+    name = _choose(_run_file_of(run_dir), run_dir, policy)
+    return policy_folder(folder, name) if names else folder
+
+
+def checkpoint_after(recorded: RecordedStep) -> Checkpoint | None:
     """The verified checkpoint of a step; None if there is none, or it is damaged."""
     try:
-        return _store(run_dir).at(step)
+        return _store(recorded.run_dir).at(_saved(recorded).get(recorded.step, recorded.step))
     except CheckpointError:
         return None
 
@@ -83,17 +124,36 @@ def checkpoint_before(recorded: RecordedStep) -> Checkpoint | None:
     before = recorded.step - 1
     if before == 0:
         return None
+    saved = _saved(recorded)
     try:
-        return _store(recorded.run_dir).at(before)
+        return _store(recorded.run_dir).at(saved.get(before, before))
     except CheckpointError as error:
-        kept = sample_files(recorded.run_dir / "samples")
-        able = [s for s in (1, *(s + 1 for s in _store(recorded.run_dir).steps())) if s in kept]
+        kept = sample_files(samples_folder(recorded.run_dir, recorded.policy))
+        able = [s for s in (1, *(s + 1 for s in saved)) if s in kept]
         steps = ", ".join(map(str, dict.fromkeys(able))) or "none"
         raise DataError(
             f"step {recorded.step} began with the weights of step {before}, and {error}. Steps "
             f"whose weights are there: {steps}. To keep those of every step, train with "
             "checkpoint.every=1 and a large checkpoint.keep_last"
         ) from error
+
+
+def _saved(recorded: RecordedStep) -> dict[int, int]:
+    """Step of the policy -> step of the checkpoint that holds it: a follower has its own count."""
+    store = _store(recorded.run_dir)
+    if not recorded.run_file.policies:
+        return {step: step for step in store.steps()}
+    found = {}
+    for step in store.steps():
+        path = store.root / step_name(step) / "state.json"
+        try:
+            state = RunState.from_json(json.loads(path.read_bytes()), str(path))
+        except (OSError, ValueError, CheckpointError):
+            continue  # it is damaged, and can not be what is looked for
+        progress = state.policies.get(recorded.policy)
+        if progress is not None:
+            found[progress.step] = step
+    return found
 
 
 def check_complete(recorded: RecordedStep) -> None:

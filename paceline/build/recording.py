@@ -21,4 +21,5 @@ def make_recorder(run_file: RunFile, total_steps: int) -> Recorder:
         trackers=make_trackers(config, folder),
         progress=make_progress(config.console, num_steps=total_steps),
         samples=samples,
+        has_several=bool(run_file.policies),
     )

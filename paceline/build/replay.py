@@ -94,13 +94,15 @@ def replay(
     step: int | None = None,
     overrides: Sequence[str] = (),
     *,
+    policy: str | None = None,
     tolerance: Tolerance | None = None,
 ) -> Replay:
     """Do a step of the run in `run_dir` again, by default the last one, and compare.
 
-    Raises PacelineError if it can not be replayed, with what to do.
+    policy: one of several, whose own steps count; default: the leader. Raises PacelineError if it
+    can not be replayed, with what to do.
     """
-    recorded = read_step(run_dir, step, overrides)
+    recorded = read_step(run_dir, step, overrides, policy=policy)
     check_complete(recorded)
     return run_to_end(lambda: _replay(recorded, tolerance or Tolerance()))
 
@@ -115,7 +117,9 @@ async def _replay(recorded: RecordedStep, tolerance: Tolerance) -> Replay:
         critic_model = make_critic_model(run_file, text)
         num_steps = _num_steps(run_file, text)
         teacher = await open_teacher(run_file, model, text, disposer)
-        policy = make_policy(run_file, model, critic_model, text, num_steps, disposer, teacher)
+        policy = make_policy(
+            run_file, model, critic_model, text, num_steps, disposer, teacher, name=recorded.policy
+        )
         weights = "the model of the run file"
         if checkpoint is not None:
             await restore_policy(policy, checkpoint, checkpoint.state())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from paceline.evals import EvalResult
 from paceline.types import Sample
 
 
@@ -41,3 +43,13 @@ class EvalReport:
     """Eval set -> why it has no numbers."""
     samples: dict[str, list[Sample]] = field(default_factory=dict)
     """Eval set -> its answers."""
+
+    @classmethod
+    def of(cls, weights: str, results: Sequence[EvalResult]) -> EvalReport:
+        """What the sets gave."""
+        return cls(
+            weights=weights,
+            values={name: v for r in results for name, v in r.metrics().values().items()},
+            skipped={r.name: r.skipped for r in results if r.skipped is not None},
+            samples={r.name: [s for group in r.groups for s in group.samples()] for r in results},
+        )

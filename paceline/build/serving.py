@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from paceline.build.joint_serving import evaluate_joint
 from paceline.build.loop import run_to_end
 from paceline.build.parts import (
     Given,
@@ -21,6 +22,7 @@ from paceline.build.parts import (
     make_text,
 )
 from paceline.build.results import EvalReport
+from paceline.checkpoint import Checkpoint
 from paceline.config import POLICY, RunFile
 from paceline.drivers.dispose import Disposer
 from paceline.engines.base import EmbeddedEngineConfig, Request, Sampling
@@ -38,11 +40,17 @@ def evaluate(
     run_file: RunFile,
     *,
     weights: Path | None = None,
+    checkpoint: Checkpoint | None = None,
     reward: Callable[..., Any] | None = None,
     eval_prompts: Rows | None = None,
 ) -> EvalReport:
-    """Measure the eval sets of the file on `[model]`, or on the model folder `weights`."""
+    """Measure the eval sets of the file on `[model]`, or on the model folder `weights`.
+
+    With several policies: on the models that the file names, or on those of the `checkpoint`.
+    """
     given = Given(None, reward, eval_prompts)
+    if run_file.policies or run_file.roles:
+        return run_to_end(lambda: evaluate_joint(run_file, checkpoint, given))
     return run_to_end(lambda: _evaluate(run_file, weights, given))
 
 
@@ -64,12 +72,7 @@ async def _evaluate(run_file: RunFile, weights: Path | None, given: Given) -> Ev
             version=0,
             timeout_s=run_file.evals.timeout_s,
         )
-    return EvalReport(
-        weights=str(weights or run_file.model.path),
-        values={name: v for result in results for name, v in result.metrics().values().items()},
-        skipped={r.name: r.skipped for r in results if r.skipped is not None},
-        samples={r.name: [s for group in r.groups for s in group.samples()] for r in results},
-    )
+    return EvalReport.of(str(weights or run_file.model.path), results)
 
 
 def generate(

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli.options import Best, Debug, Overrides, PolicyName, RunFolder, Step
+from paceline.config import POLICY
 from paceline.errors import ConfigError, DataError, PacelineError, nearest_hint
 
 
@@ -20,7 +21,7 @@ def export(
     out: Annotated[Path, typer.Argument(help="Folder to make; it must not exist.")],
     step: Step = None,
     best: Best = False,
-    policy: PolicyName = "policy",
+    policy: PolicyName = None,
     debug: Debug = False,
 ) -> None:
     """Copy the model of a checkpoint, in Hugging Face format with its tokenizer.
@@ -32,6 +33,8 @@ def export(
     [cyan]paceline export runs/demo my-model[/cyan] the newest checkpoint
 
     [cyan]paceline export runs/demo my-model --best[/cyan]
+
+    [cyan]paceline export runs/demo my-verifier --policy verifier[/cyan]
     """
     from paceline.cli.targets import find_target
 
@@ -41,7 +44,8 @@ def export(
     if target.step is None:
         raise ConfigError(f"{source} is a model already: name a run's folder or a checkpoint")
     copy_folder(Path(target.model), out)
-    typer.echo(f"{out}: the model of step {target.step}")
+    whose = "" if target.policy == POLICY else f" of policy {target.policy!r}"
+    typer.echo(f"{out}: the model{whose} of step {target.step}")
 
 
 def copy_folder(source: Path, out: Path) -> None:
@@ -80,6 +84,7 @@ def inspect(
         str | None,
         typer.Option("--eval", show_default=False, help="Instead: answers to this eval set."),
     ] = None,
+    policy: PolicyName = None,
     role: Annotated[
         str | None,
         typer.Option(show_default=False, help="Only what this role of the environment said."),
@@ -111,6 +116,8 @@ def inspect(
 
     [cyan]paceline inspect runs/demo --step 40 --best 5 --worst 0[/cyan]
 
+    [cyan]paceline inspect runs/demo --policy verifier[/cyan] of one of several policies
+
     [cyan]paceline inspect runs/demo --eval heldout --step 40[/cyan]
 
     [cyan]paceline inspect runs/demo --step 40 --numbers --sample add-17/2[/cyan]
@@ -122,26 +129,47 @@ def inspect(
     if numbers:
         if eval_set is not None or prompt is not None:
             raise ConfigError("--numbers shows one sample of a training step: name it by --sample")
-        _show_numbers(run, step, sample, overrides or ())
+        _show_numbers(run, step, sample, overrides or (), policy)
         return
-    _show_samples(run, eval_set, step, prompt, role, best=best, worst=worst, first=first)
+    folder = _samples_folder(run, eval_set, policy)
+    _show_samples(folder, step, prompt, role, best=best, worst=worst, first=first)
 
 
 def _show_numbers(
-    run: Path, step: int | None, sample: str | None, overrides: Sequence[str]
+    run: Path,
+    step: int | None,
+    sample: str | None,
+    overrides: Sequence[str],
+    policy: str | None,
 ) -> None:
     from paceline.build.numbers import sample_numbers
     from paceline.build.recorded import read_step
     from paceline.cli.numbers import choose_sample, describe_numbers
 
-    recorded = read_step(run, step, overrides)
+    recorded = read_step(run, step, overrides, policy=policy)
     index = choose_sample(recorded.records, sample)
     typer.echo("\n".join(describe_numbers(sample_numbers(recorded, index))))
 
 
+def _samples_folder(run: Path, eval_set: str | None, policy: str | None) -> Path:
+    """Where the samples that are asked for lie."""
+    from paceline.build.recorded import samples_folder
+    from paceline.observe.samples import eval_folder, eval_names
+
+    if eval_set is None:
+        return samples_folder(run, policy)
+    folder = run / "samples"
+    names = eval_names(folder)
+    if eval_set not in names:
+        raise DataError(
+            f"{folder} has no answers to an eval set {eval_set!r}"
+            f"{nearest_hint(eval_set, names) or '; there are none to any'}"
+        )
+    return eval_folder(folder, eval_set)
+
+
 def _show_samples(
-    run: Path,
-    eval_set: str | None,
+    folder: Path,
     step: int | None,
     prompt: str | None,
     role: str | None,
@@ -152,18 +180,9 @@ def _show_samples(
 ) -> None:
     from rich.console import Console
 
-    from paceline.observe.samples import eval_folder, eval_names, find_samples, read_samples
+    from paceline.observe.samples import find_samples, read_samples
     from paceline.observe.samples_view import samples_table, show_samples
 
-    folder = run / "samples"
-    if eval_set is not None:
-        names = eval_names(folder)
-        if eval_set not in names:
-            raise DataError(
-                f"{folder} has no answers to an eval set {eval_set!r}"
-                f"{nearest_hint(eval_set, names) or '; there are none to any'}"
-            )
-        folder = eval_folder(folder, eval_set)
     console = Console()
     if prompt is None:
         show_samples(console, folder, step, best=best, worst=worst, first=first, role=role)

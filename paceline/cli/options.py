@@ -47,4 +47,9 @@ Step = Annotated[
 Best = Annotated[
     bool, typer.Option("--best", help="The best checkpoint by checkpoint.best_metric.")
 ]
-PolicyName = Annotated[str, typer.Option(help="Which policy of the checkpoint.")]
+PolicyName = Annotated[
+    str | None,
+    typer.Option(
+        "--policy", show_default=False, help="Which of several policies; default: the leader."
+    ),
+]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.options import Debug, Overrides, RunFolder
+from paceline.cli.options import Debug, Overrides, PolicyName, RunFolder
 from paceline.cli.tables import columns
 from paceline.errors import ConfigError, DataError, PacelineError
 
@@ -25,6 +25,7 @@ def replay(
     step: Annotated[
         int | None, typer.Option(min=1, show_default=False, help="Default: the last one.")
     ] = None,
+    policy: PolicyName = None,
     tolerance: Annotated[
         float,
         typer.Option(min=0, help="Relative difference that is allowed; raise it for bfloat16."),
@@ -51,7 +52,9 @@ def replay(
     from paceline.observe.files import encode_json
 
     try:
-        result = replaying.replay(run, step, overrides or (), tolerance=Tolerance(tolerance))
+        result = replaying.replay(
+            run, step, overrides or (), policy=policy, tolerance=Tolerance(tolerance)
+        )
     except (ConfigError, DataError):
         raise
     except PacelineError as error:

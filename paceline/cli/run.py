@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.cli.options import Best, Debug, Overrides, RunFilePath, Step
+from paceline.cli.options import Best, Debug, Overrides, PolicyName, RunFilePath, Step
 from paceline.cli.tables import describe_report, describe_result
 from paceline.config import RunFile, load_block, load_run_file, load_settings, render_run_file
 from paceline.config.source import read_toml
@@ -131,6 +131,13 @@ def evaluate(
     step: Step = None,
     best: Best = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            show_default=False,
+            help="With a model and a run file of several policies: which of them it stands for.",
+        ),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Measure a checkpoint or a model on the eval sets of a run file.
@@ -152,11 +159,18 @@ def evaluate(
         raise ConfigError(f"{target} {what}: to measure a model, add --config run.toml")
     chosen = list(overrides or ())
     if found.step is None:
-        chosen.append(f"model.path={json.dumps(found.model)}")
+        block = "model" if policy is None else f"policies.{policy}.model"
+        chosen.append(f"{block}.path={json.dumps(found.model)}")
     run_file = load_run_file(path, chosen, purpose="eval")
+    if run_file.policies and found.step is None and policy is None:
+        raise ConfigError(
+            f"{path} has the policies {', '.join(run_file.policies)}: say by --policy which of "
+            "them the model stands for, or name a run's folder or a checkpoint"
+        )
     from paceline import build
 
-    report = build.evaluate(run_file, weights=None if found.step is None else Path(found.model))
+    weights = None if found.step is None else Path(found.model)
+    report = build.evaluate(run_file, weights=weights, checkpoint=found.checkpoint)
     typer.echo(json.dumps(report.values, indent=2) if as_json else describe_report(report))
     for name, reason in report.skipped.items():
         typer.echo(f"error: eval set {name!r} has no numbers: {reason}", err=True)
@@ -190,6 +204,7 @@ def generate(
     seed: Annotated[int, typer.Option(min=0, help="Equal seeds give equal answers.")] = 0,
     step: Step = None,
     best: Best = False,
+    policy: PolicyName = None,
     debug: Debug = False,
 ) -> None:
     """Let a model answer prompts.
@@ -209,7 +224,7 @@ def generate(
         _check_prompt(text, f"prompt {number} of {'--prompt' if prompt else 'stdin'}")
     drawn = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
     sampling = load_block(Sampling, drawn, "sampling")
-    found = find_target(target, step=step, best=best)
+    found = find_target(target, step=step, best=best, policy=policy)
     run_file = load_settings({"model.path": found.model}, purpose="generate")
     from paceline import build
 

@@ -6,9 +6,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.checkpoint import CheckpointStore
+from paceline.checkpoint import Checkpoint, CheckpointStore
 from paceline.checkpoint_settings import CheckpointConfig
-from paceline.config.blocks import looks_like_path
+from paceline.config.blocks import POLICY, looks_like_path
 from paceline.errors import CheckpointError, ConfigError
 
 CHECKPOINTS = "checkpoints"
@@ -26,6 +26,10 @@ class Target:
     """Folder, or a model id."""
     step: int | None = None
     run_dir: Path | None = None
+    policy: str = POLICY
+    """Whose model it is."""
+    checkpoint: Checkpoint | None = None
+    """What it is a part of."""
 
     @property
     def run_file(self) -> Path | None:
@@ -35,12 +39,13 @@ class Target:
 
 
 def find_target(
-    name: str, *, step: int | None = None, best: bool = False, policy: str = "policy"
+    name: str, *, step: int | None = None, best: bool = False, policy: str | None = None
 ) -> Target:
     """The model that a path or id names; its checkpoint's hashes are verified.
 
     A run's folder stands for its newest complete checkpoint, or the one of `step`, or the best.
-    Raises ConfigError or CheckpointError if there is none.
+    policy: which one of it; default: its leader. Raises ConfigError or CheckpointError if there is
+    none.
     """
     folder = Path(name).expanduser()
     if (folder / CHECKPOINTS).is_dir():
@@ -68,7 +73,7 @@ def find_target(
     return Target(name)
 
 
-def _of_run(folder: Path, *, step: int | None, best: bool, policy: str) -> Target:
+def _of_run(folder: Path, *, step: int | None, best: bool, policy: str | None) -> Target:
     root = folder / CHECKPOINTS
     if best:
         step = _best_step(root)
@@ -81,12 +86,18 @@ def _of_run(folder: Path, *, step: int | None, best: bool, policy: str) -> Targe
     return _of_checkpoint(root, step, policy)
 
 
-def _of_checkpoint(root: Path, step: int, policy: str) -> Target:
+def _of_checkpoint(root: Path, step: int, policy: str | None) -> Target:
     checkpoint = CheckpointStore(root, CheckpointConfig()).at(step)
-    model = checkpoint.policy_folder(policy) / "model"
+    state = checkpoint.state()
+    name = state.leader if policy is None else policy
+    if name not in state.policies:
+        raise ConfigError(
+            f"{checkpoint.folder} has no policy {name!r}; it has {', '.join(state.policies)}"
+        )
+    model = checkpoint.policy_folder(name) / "model"
     if not model.is_dir():
-        raise CheckpointError(f"{checkpoint.folder} has no exported model of policy {policy!r}")
-    return Target(str(model.absolute()), step, root.parent)
+        raise CheckpointError(f"{checkpoint.folder} has no exported model of policy {name!r}")
+    return Target(str(model.absolute()), step, root.parent, name, checkpoint)
 
 
 def _best_step(root: Path) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from paceline.drivers.supply import Supply
 from paceline.rollout.batch import RolloutBatch
 from paceline.rollout.feed import Feed
 from paceline.types import JsonValue
@@ -28,6 +29,10 @@ class FromFeed:
     @property
     def is_starved(self) -> bool:
         return self.feed.is_starved(self.policy)
+
+    def holds_up(self, other: Supply) -> bool:
+        is_partner = isinstance(other, FromFeed) and other.feed is self.feed
+        return is_partner and other.is_starved and self.feed.buffers[self.policy].num_free == 0
 
     async def collect(self, step: int) -> RolloutBatch:
         return await self.feed.take(self.policy)

@@ -108,6 +108,10 @@ class Gate:
         since = self._clock() - place.kept_since if place.at is _At.EXIT else 0.0
         return place.kept_s + since
 
+    def has_ended(self, member: str) -> bool:
+        """True if the member has left for good."""
+        return self._member(member).at is _At.ENDED
+
     def describe(self) -> str:
         """Where every member is, for people."""
         return ", ".join(f"{name!r} {place.at.value}" for name, place in self._members.items())

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.drivers import steps
 from paceline.drivers.board import Board
 from paceline.drivers.gate import Gate
 from paceline.drivers.run import Run
@@ -24,6 +25,8 @@ class Lead:
         """limits: follower -> most steps; a follower that is not named has no limit."""
         self.on_wait: Callable[[], None] = _nothing
         """Called when a follower begins to wait."""
+        self.holds_leader_up: Callable[[str], bool] = _nobody
+        """True of a follower whom the leader waits for: it may go on, however far ahead it is."""
         self._limits = dict(limits)
         self._leader_step = 0
         self._waiting: dict[asyncio.Future[None], str] = {}
@@ -32,18 +35,27 @@ class Lead:
     def leader_trained(self, step: int) -> None:
         """The leader has come so far."""
         self._leader_step = step
+        self.look()
+
+    def look(self) -> None:
+        """Let those go who may: the leader has moved, or may have come to wait for one of them."""
         for future, follower in list(self._waiting.items()):
-            if self._needed[follower] <= step and not future.done():
+            if self._may_begin(follower, self._needed[follower]) and not future.done():
                 future.set_result(None)
                 del self._waiting[future]
 
-    async def wait(self, follower: str, step: int) -> None:
-        """Until the follower may begin this step."""
+    def _may_begin(self, follower: str, step: int) -> bool:
         limit = self._limits.get(follower)
         if limit is None or step <= self._leader_step + limit:
+            return True
+        return self.holds_leader_up(follower)
+
+    async def wait(self, follower: str, step: int) -> None:
+        """Until the follower may begin this step."""
+        if self._may_begin(follower, step):
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting[future], self._needed[follower] = follower, step - limit
+        self._waiting[future], self._needed[follower] = follower, step
         self.on_wait()
         try:
             await future  # ends: with the leader's step, or with the run
@@ -56,6 +68,10 @@ class Lead:
 
 def _nothing() -> None:
     """Nobody asks to be called."""
+
+
+def _nobody(follower: str) -> bool:
+    return False
 
 
 @dataclass(slots=True)
@@ -85,6 +101,16 @@ class Joint:
         self.lead.on_wait = self.moved.set
         for run in self.leader.others:
             run.supply.listen(self.moved.set)
+        followers, supply = self.followers, self.leader.supply
+        self.lead.holds_leader_up = lambda name: followers[name].supply.holds_up(supply)
+        supply.listen(self.lead.look)
+
+    @contextmanager
+    def member(self, run: Run) -> Iterator[None]:
+        """The life of a policy's clock; after its end nobody waits for it."""
+        with self.gate.membership(run.policy.name):
+            yield
+        self.moved.set()
 
     @asynccontextmanager
     async def alone(self, run: Run) -> AsyncIterator[None]:
@@ -127,7 +153,22 @@ class Joint:
 
     def _is_at_rest(self, run: Run) -> bool:
         """True if the follower does nothing more before the leader moves."""
-        return self.lead.is_waiting(run.policy.name) or run.supply.is_starved
+        name = run.policy.name
+        return self.gate.has_ended(name) or self.lead.is_waiting(name) or run.supply.is_starved
+
+    def begin_producing(self) -> dict[str, Coroutine[Any, Any, None]]:
+        """What goes on beside the clocks, by name."""
+        works = {name: produce() for name, produce in self.producers.items()}
+        return works | {"saves that are asked for": self._serve_save_requests()}
+
+    async def _serve_save_requests(self) -> None:
+        """Also while the leader waits for data, maybe for long: it can not do so itself then."""
+        run = self.leader
+        while not self.ended.is_set():  # ends: with the run
+            await asyncio.sleep(self.poll_s)
+            if run.step > 0 and steps.is_waiting(run) and run.save_request.claim():
+                async with self.gate.exclusive():
+                    await steps.save(run, run.step)
 
     @property
     def followers(self) -> dict[str, Run]:

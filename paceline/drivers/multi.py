@@ -1,6 +1,6 @@
 """The driver of several clocks: one task a policy, each at its own pace; the leader's steps count.
 
-    leader     [collect] -> learn -> {save?} -> publish? -> {evaluate?} -> row -> ...
+    leader     [collect] -> learn -> {save?} -> publish?, or {save? -> publish -> evaluate} -> row
     follower   [lead? collect] -> learn -> [] -> publish? -> row -> ...
     feeds      take a slot -> sample -> hand over -> ...
 
@@ -10,8 +10,6 @@ what is saved or measured belongs together, and nobody waits for somebody who wa
 """
 
 from __future__ import annotations
-
-import asyncio
 
 from paceline.drivers import steps
 from paceline.drivers.joint import Joint
@@ -30,27 +28,30 @@ async def drive(joint: Joint) -> None:
     await supervise(
         _lead(joint, joint.leader),
         {name: _follow(joint, run) for name, run in joint.followers.items()},
-        {name: produce() for name, produce in joint.producers.items()}
-        | {"saves that are asked for": _save_on_request(joint, joint.leader)},
+        joint.begin_producing(),
         on_end=joint.ended.set,
     )
 
 
 async def _lead(joint: Joint, run: Run) -> None:
-    with joint.gate.membership(run.policy.name):
+    with joint.member(run):
         for step in run.steps():
             batch = await _collect(joint, run, step)
             if not batch.groups:
                 break
             await steps.learn(run, step, batch)
             joint.lead.leader_trained(step)
-            if steps.is_save_due(run, step):
-                async with joint.alone(run):
-                    await steps.save(run, step)
-            await steps.publish_if_due(run, step)
             if run.is_eval_due(step):
-                async with joint.alone(run), joint.quiet():
-                    await steps.evaluate_if_due(run, step)
+                async with joint.alone(run):
+                    await steps.save_if_due(run, step)
+                    await steps.publish_if_due(run, step)
+                    async with joint.quiet():
+                        await steps.evaluate_if_due(run, step)
+            else:
+                if steps.is_save_due(run, step):
+                    async with joint.alone(run):
+                        await steps.save(run, step)
+                await steps.publish_if_due(run, step)
             steps.finish_step(run, step)
             if steps.is_debug_exit(run, step):
                 return
@@ -59,7 +60,7 @@ async def _lead(joint: Joint, run: Run) -> None:
 
 
 async def _follow(joint: Joint, run: Run) -> None:
-    with joint.gate.membership(run.policy.name):
+    with joint.member(run):
         for step in run.steps():
             batch = await _collect(joint, run, step)
             if not batch.groups or joint.ended.is_set():
@@ -76,12 +77,3 @@ async def _collect(joint: Joint, run: Run, step: int) -> RolloutBatch:
     async with joint.resting(run, "waiting for the leader"):
         await joint.lead.wait(run.policy.name, step)
         return await steps.collect(run, step)
-
-
-async def _save_on_request(joint: Joint, run: Run) -> None:
-    """Serve a request also while the leader waits for data, maybe for long."""
-    while not joint.ended.is_set():  # ends: with the run
-        await asyncio.sleep(joint.poll_s)
-        if run.step > 0 and steps.is_waiting(run) and run.save_request.claim():
-            async with joint.gate.exclusive():
-                await steps.save(run, run.step)

@@ -139,6 +139,8 @@ async def end(run: Run) -> None:
     if run.is_save_due(run.step) and run.saved_step != run.step:
         await save(run, run.step)
     if run.is_eval_due(run.step) and run.evaluated_step != run.step:
+        if run.board[run.policy.name].published < run.step:
+            await publish(run, run.step)  # that it was the last one shows only now
         await _evaluate(run, run.step)
     if run.recorder.is_open(run.policy.name):
         # The data ended in a step that left nothing to learn from: its counts are worth a row.
@@ -158,7 +160,7 @@ async def save(run: Run, step: int) -> None:
     With several policies no weights may change meanwhile: the caller holds the gate.
     """
     members = {member.policy.name: member for member in (run, *run.others)}
-    waits_for_eval = run.is_eval_due(step)
+    waits_for_eval = run.is_eval_due(step) and run.evaluated_step != step
     with _phase(run, "save", "saving"), run.store.staging(step) as staged:
         for name, member in members.items():
             folder, critic = staged.policy_folder(name), member.policy.critic

@@ -26,6 +26,9 @@ class Supply(Protocol):
     def is_starved(self) -> bool:
         """True if `collect` waits for what cannot come before another policy moves."""
 
+    def holds_up(self, other: Supply) -> bool:
+        """True if `other` waits for groups that can not begin before this policy moves."""
+
     async def collect(self, step: int) -> RolloutBatch:
         """The groups of a step; none, or fewer than usual, at the end of the data."""
 
@@ -61,6 +64,9 @@ class Pull:
 
     @property
     def is_starved(self) -> bool:
+        return False
+
+    def holds_up(self, other: Supply) -> bool:
         return False
 
     async def collect(self, step: int) -> RolloutBatch:

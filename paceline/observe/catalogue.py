@@ -110,11 +110,15 @@ CATALOGUE: dict[str, Meaning] = {
     ),
     "rollout/answer_tokens_max": Meaning("Tokens of the longest answer", "tokens", "max"),
     "rollout/answer_tokens_min": Meaning("Tokens of the shortest answer", "tokens", "min"),
+    "rollout/buffer_groups": Meaning(
+        "Finished groups left in the buffer once a step has taken its own", "groups", "the step"
+    ),
     "rollout/discarded_groups": Meaning(
         "Surplus of over-sampling, given back to the data", "groups", "sum over the step"
     ),
     "rollout/dropped_groups/<reason>": Meaning(
-        "Groups used but not trained on: zero_variance (dynamic sampling) or failed",
+        "Groups used but not trained on: zero_variance (dynamic sampling), failed, absent (the "
+        "policy had no part), oldest (its buffer was full) or straggler",
         "groups",
         "sum over the step",
     ),
@@ -170,6 +174,15 @@ CATALOGUE: dict[str, Meaning] = {
     ),
     "rollout/samples": Meaning(
         "Samples made, failed ones included", "samples", "sum over the step"
+    ),
+    "rollout/staleness": Meaning(
+        "Steps between the weights served when a group began and those it is trained from",
+        "steps",
+        "mean over groups",
+    ),
+    "rollout/staleness_max": Meaning("The most of them", "steps", "max over groups"),
+    "rollout/stragglers": Meaning(
+        "Groups that kept the step waiting for too long", "groups", "sum over the step"
     ),
     "rollout/truncated": Meaning(
         "Answers that ended at the token limit", "share", "mean over scored samples"

@@ -24,7 +24,7 @@ from paceline.errors import PacelineError
 from paceline.observe.files import REAL_FILES, Files, set_aside
 from paceline.observe.jsonl import JsonlFile
 from paceline.observe.metrics import Metrics
-from paceline.observe.samples import SampleWriter
+from paceline.observe.samples import SampleWriter, policy_names
 from paceline.observe.sinks import Sink
 from paceline.types import Group, JsonValue
 
@@ -51,16 +51,19 @@ class Recorder:
         trackers: Sequence[Sink] = (),
         progress: Progress | None = None,
         samples: SampleWriter | None = None,
+        has_several: bool = False,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
         files: Files = REAL_FILES,
     ) -> None:
+        """has_several: each policy's samples have a folder of their own, since steps are theirs."""
         self._rows = JsonlFile(folder / "metrics.jsonl", files)
         self._events = JsonlFile(folder / "events.jsonl", files)
         self._leader = leader
         self._progress = progress
         self._sinks = [*trackers, *([progress] if progress is not None else [])]
         self._samples = samples
+        self._has_several = has_several
         self._files = files
         self._clock = clock
         self._now = now
@@ -93,7 +96,9 @@ class Recorder:
                 self._open_step[policy] = state["step"]
                 self._numbers[policy] = Metrics.from_state(state["numbers"])
         if self._samples is not None:
-            self._samples.start(max(steps.values(), default=-1))
+            self._samples.start(steps.get(self._leader, max(steps.values(), default=-1)))
+            for name in policy_names(self._samples.folder):
+                self._samples.of_policy(name).start(steps.get(name, -1))
         for sink in self._sinks:
             sink.start(self._last_step)
         self.event("start", steps=dict(steps))
@@ -178,7 +183,8 @@ class Recorder:
     ) -> None:
         """Keep the samples of a step, if `[observe]` asks for it. See `SampleWriter.write`."""
         if self._samples is not None:
-            self._samples.write(step, groups, advantages, policy=policy, dropped=dropped)
+            writer = self._samples.of_policy(policy) if self._has_several else self._samples
+            writer.write(step, groups, advantages, policy=policy, dropped=dropped)
 
     def eval_samples(self, step: int, name: str, groups: Sequence[Group]) -> None:
         """Keep the answers to an eval set, if `[observe]` asks for samples; none, no file."""

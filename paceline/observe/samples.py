@@ -1,7 +1,8 @@
 """Every sample of a step in one file: `samples/step-000012.jsonl.gz`, one object a line.
 
-The answers to an eval set lie beside them, in `samples/eval-<set>/step-000012.jsonl.gz`. The bytes
-depend on the samples alone, so two runs that sampled the same have equal files.
+The answers to an eval set lie beside them, in `samples/eval-<set>/step-000012.jsonl.gz`. Where a
+run has several policies, each counts its own steps, and has them in `samples/policy-<name>/`. The
+bytes depend on the samples alone, so two runs that sampled the same have equal files.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from paceline.types import Group, JsonValue, Prompt, Sample
 
 NAME = re.compile(r"step-(\d{6,})\.jsonl\.gz")
 EVAL_PREFIX = "eval-"
+POLICY_PREFIX = "policy-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +107,9 @@ class SampleWriter:
 
     def has_files(self) -> bool:
         """True if samples of a step, or answers to an eval set, are there."""
-        folders = [self._folder, *(eval_folder(self._folder, n) for n in eval_names(self._folder))]
-        return any(sample_files(folder) for folder in folders)
+        evals = (eval_folder(self._folder, name) for name in eval_names(self._folder))
+        policies = (policy_folder(self._folder, name) for name in policy_names(self._folder))
+        return any(sample_files(folder) for folder in (self._folder, *evals, *policies))
 
     def start(self, step: int) -> None:
         """Remove the files of later steps, which are done again, and half-written ones."""
@@ -120,6 +123,10 @@ class SampleWriter:
     def of_eval(self, name: str) -> SampleWriter:
         """The writer of the answers to an eval set."""
         return SampleWriter(eval_folder(self._folder, name), self._limit, self._files)
+
+    def of_policy(self, name: str) -> SampleWriter:
+        """The writer of the samples of one of several policies."""
+        return SampleWriter(policy_folder(self._folder, name), self._limit, self._files)
 
     def write(
         self,
@@ -254,6 +261,17 @@ def eval_names(folder: Path) -> list[str]:
     """Eval sets whose answers were kept."""
     found = folder.glob(f"{EVAL_PREFIX}*")
     return sorted(path.name.removeprefix(EVAL_PREFIX) for path in found if path.is_dir())
+
+
+def policy_folder(folder: Path, name: str) -> Path:
+    """Where the samples of one of several policies lie, below the samples of a run."""
+    return folder / f"{POLICY_PREFIX}{name}"
+
+
+def policy_names(folder: Path) -> list[str]:
+    """Policies that have a folder of their own; none where a run has one policy."""
+    found = folder.glob(f"{POLICY_PREFIX}*")
+    return sorted(path.name.removeprefix(POLICY_PREFIX) for path in found if path.is_dir())
 
 
 def find_samples(folder: Path, step: int | None = None) -> tuple[int, Path]:

@@ -67,19 +67,27 @@ class PastSelves:
         self._copy = copy
         self._table_path = table_path
         self._selves: dict[str, PastSelf] = {}
+        self._retired: list[PastSelf] = []
+        """Out of the pool; an episode that began before may still ask them until the next copy."""
 
     async def published(self, step: int) -> None:
         """A copy is made of what is served from this step on, if one is due."""
         label = f"step-{step}"
         if step % self._every == 0 and label not in self._selves:
-            await self._add(label, self._copy(label))
-            self.elo.inherit(label, self.policy)
+            self_ = self._copy(label)
+            await self._add(label, self_)
+            self.elo.inherit(self_.seat.policy, self.policy)
 
     async def _add(self, label: str, self_: PastSelf) -> None:
+        await self._close_retired()
         self._selves[label] = self_
         for seat in self.pool.add(label, self_.seat):
             gone = next(name for name, kept in self._selves.items() if kept.seat is seat)
-            await self._selves.pop(gone).close()
+            self._retired.append(self._selves.pop(gone))
+
+    async def _close_retired(self) -> None:
+        while self._retired:
+            await self._retired.pop().close()
 
     def learned(self, groups: Sequence[Group]) -> Metrics:
         """Rate the games of a step, in the order of their draws."""
@@ -106,6 +114,10 @@ class PastSelves:
         score = 0.5 if gap == 0 else float(gap > 0)
         self.elo.play(self.policy, theirs[0].policy, score)
 
+    def module(self, label: str) -> nn.Module:
+        """The weights of one of them."""
+        return self._selves[label].module
+
     async def save(self, folder: Path) -> None:
         """Write the copies and the table into a new folder; durable on return."""
         folder.mkdir(parents=True)
@@ -130,6 +142,7 @@ class PastSelves:
             ) from error
 
     async def aclose(self) -> None:
+        await self._close_retired()
         while self._selves:
             _, self_ = self._selves.popitem()
             await self_.close()

@@ -21,16 +21,11 @@ import logging
 import math
 from typing import TYPE_CHECKING, Any
 
+import httpx2
 import numpy as np
 
-from paceline.deadline import reason_of, stop
+from paceline.deadline import stop
 from paceline.errors import ConfigError, EngineError, TrainerError
-from paceline.teachers.http import (
-    BadAnswerError,
-    HttpStatusError,
-    NoConnectionError,
-    request_json,
-)
 from paceline.teachers.vocabulary import check_texts, probe_tokens
 from paceline.trainers.base import Place
 from paceline.types import JsonValue, Row
@@ -38,13 +33,23 @@ from paceline.types import JsonValue, Row
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from paceline.types import FloatArray
+    from paceline.types import FloatArray, IntArray
 
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 0.5
 """Before the first repetition; doubled for each further one."""
-INFORMATION = ("/get_model_info", "/model_info")
+INFORMATION = ("/model_info", "/get_model_info")
+CLIPPED = 0
+"""What SGLang calls the last token of a vocabulary in an answer; the log-prob is the right one."""
+PROBE = "1 + 1 = 2"
+"""A text that is scored when a teacher is opened, to see that it can."""
+SHOWN = 300
+"""Characters of a server's complaint that are passed on."""
+
+
+class _RefusedError(EngineError):
+    """The server will never answer this request: 4xx."""
 
 
 class ServedTeacher:
@@ -67,6 +72,8 @@ class ServedTeacher:
         self._max_in_flight = max_in_flight
         self._timeout_s, self._retries, self._first_pause_s = timeout_s, retries, first_pause_s
         self._identity: dict[str, JsonValue] = {"url": url}
+        self._client: httpx2.AsyncClient | None = None
+        self._num_tokens: int | None = None
 
     @property
     def identity(self) -> dict[str, JsonValue]:
@@ -87,21 +94,30 @@ class ServedTeacher:
         information = await self._information()
         if model := information.get("model_path"):
             self._identity = {"model": model}
-        tokens = probe_tokens(tokenizer)
+        await self._compare_texts(tokenizer)
+        self._num_tokens = len(tokenizer)
+        tokens = tokenizer.encode(PROBE, add_special_tokens=False)
         try:
-            answer = await self._request("/generate", self._question(tokens, shows_text=True))
-        except HttpStatusError as error:
+            answer = await self._request("/generate", self._question(tokens))
+        except _RefusedError as error:
             raise ConfigError(
-                f"{self._named}: it refuses a text of the policy's tokens 0 to {tokens[-1]} "
-                f"({error}); a teacher must share the policy's vocabulary and return log-probs of "
-                "its input"
+                f"{error}. A teacher must give log-probs of its input: start the server without "
+                "options that forbid them"
             ) from error
-        entries = self._entries(answer, "input_token_logprobs", tokens)
-        texts = [entry[2] for entry in entries if len(entry) > 2 and isinstance(entry[2], str)]
-        if len(texts) == len(tokens):
-            check_texts(tokenizer, tokens, texts, self._named)
-        else:
-            logger.warning("%s names no texts of tokens: vocabularies are not compared", self._url)
+        self._read(answer, tokens, list(range(1, len(tokens))))
+
+    async def _compare_texts(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Asked without touching the model: a token that it lacks would end some servers."""
+        tokens = probe_tokens(tokenizer)
+        asked = {"tokens": [[token] for token in tokens], "skip_special_tokens": False}
+        try:
+            texts = (await self._request("/detokenize", asked))["text"]
+        except (_RefusedError, KeyError, TypeError):
+            texts = None
+        if not isinstance(texts, list) or len(texts) != len(tokens):
+            logger.warning("%s shows no texts of tokens: vocabularies are not compared", self._url)
+            return
+        check_texts(tokenizer, tokens, texts, self._named)
 
     async def grade(self, rows: list[Row]) -> None:
         """Grade the rows, some at the same time. The first failure ends all: EngineError."""
@@ -109,6 +125,12 @@ class ServedTeacher:
             raise TrainerError(
                 f"{self._named}: a server scores at temperature 1 only, and a row was sampled at "
                 f"{hot.temperature:g}; load the teacher (teacher.model.path) instead"
+            )
+        highest = max((int(row.tokens_T.max()) for row in rows), default=0)
+        if self._num_tokens is not None and highest >= self._num_tokens:
+            raise TrainerError(
+                f"{self._named}: an answer holds the token {highest}, and the tokenizer has "
+                f"{self._num_tokens}: the server is not asked, since it may not know the token"
             )
         free = asyncio.Semaphore(self._max_in_flight)
 
@@ -119,8 +141,6 @@ class ServedTeacher:
         tasks = [asyncio.ensure_future(grade(row)) for row in rows]
         try:
             await asyncio.gather(*tasks)  # ends: each by its time limits
-        except (HttpStatusError, BadAnswerError) as error:
-            raise EngineError(f"{self._named} can not grade an answer: {error}") from error
         finally:
             await stop(*tasks)
 
@@ -128,13 +148,16 @@ class ServedTeacher:
         """Nothing of it is here."""
 
     async def aclose(self) -> None:
-        """Nothing is held between two calls."""
+        """Close the connections. Idempotent."""
+        client, self._client = self._client, None
+        if client is not None:
+            await client.aclose()
 
     @property
     def _named(self) -> str:
         return f"teacher.url = {self._url!r}"
 
-    def _question(self, tokens: list[int], *, shows_text: bool = False) -> dict[str, Any]:
+    def _question(self, tokens: list[int]) -> dict[str, Any]:
         question: dict[str, Any] = {
             "input_ids": tokens,
             "sampling_params": {"max_new_tokens": 0, "temperature": 0},
@@ -143,29 +166,37 @@ class ServedTeacher:
         }
         if self._top_k:
             question["top_logprobs_num"] = self._top_k
-        if shows_text:
-            question["return_text_in_logprobs"] = True
         return question
 
     async def _grade(self, row: Row) -> None:
         """Ask for the row up to its last trained token."""
-        trained = np.flatnonzero(row.mask_T)
-        kind = row.weights_T.dtype
-        logprobs_T = np.zeros(len(row.tokens_T), kind)
-        ids_TK = np.zeros((len(row.tokens_T), self._top_k), np.int32)
-        top_TK = np.zeros((len(row.tokens_T), self._top_k), kind)
-        if len(trained):
+        trained: list[int] = np.flatnonzero(row.mask_T).tolist()
+        length, kind = len(row.tokens_T), row.weights_T.dtype
+        logprobs_T = np.zeros(length, kind)
+        ids_TK = np.zeros((length, self._top_k), np.int32)
+        top_TK = np.zeros((length, self._top_k), kind)
+        if trained:
             tokens: list[int] = row.tokens_T[: trained[-1] + 1].tolist()
             answer = await self._request("/generate", self._question(tokens))
-            entries = self._entries(answer, "input_token_logprobs", tokens)
-            logprobs_T[trained] = [_number(entries[t][0]) for t in trained]
-            if self._top_k:
-                lists = self._entries(answer, "input_top_logprobs", tokens)
-                for t in trained:
-                    ids_TK[t], top_TK[t] = self._likely(lists[t], int(t))
+            logprobs_T[trained], ids_TK[trained], top_TK[trained] = self._read(
+                answer, tokens, trained
+            )
         row.teacher_logprobs_T = logprobs_T
         if self._top_k:
             row.teacher_ids_TK, row.teacher_top_logprobs_TK = ids_TK, top_TK
+
+    def _read(
+        self, answer: Any, tokens: list[int], trained: list[int]
+    ) -> tuple[list[float], IntArray, FloatArray]:
+        """Log-probs of the trained ones among the tokens; likely tokens at their places."""
+        entries = self._entries(answer, "input_token_logprobs", tokens)
+        ids_NK = np.zeros((len(trained), self._top_k), np.int32)
+        top_NK = np.zeros((len(trained), self._top_k))
+        if self._top_k:
+            lists = self._entries(answer, "input_top_logprobs", tokens)
+            for n, t in enumerate(trained):
+                ids_NK[n], top_NK[n] = self._likely(lists[t], t)
+        return [_number(entries[t][0]) for t in trained], ids_NK, top_NK
 
     def _likely(self, found: Any, t: int) -> tuple[list[int], FloatArray]:
         """The tokens at one position, and their log-probs."""
@@ -199,7 +230,7 @@ class ServedTeacher:
             )
         if name == "input_token_logprobs":
             for t, (entry, token) in enumerate(zip(entries, tokens, strict=True)):
-                if entry[1] != token:
+                if entry[1] not in (token, CLIPPED):
                     raise EngineError(
                         f"{self._named} scored token {entry[1]} at position {t}, where the answer "
                         f"has {token}"
@@ -211,41 +242,59 @@ class ServedTeacher:
         for path in INFORMATION:
             try:
                 found = await self._request(path)
-            except HttpStatusError:
+            except _RefusedError:
                 continue
-            except BadAnswerError as error:
-                raise EngineError(f"{self._named}: {error}") from error
             if isinstance(found, dict):
                 return found
         return {}
 
     async def _request(self, path: str, body: Any = None) -> Any:
-        """Repeated after failures that may pass. Raises EngineError when they do not."""
-        pause_s = self._first_pause_s
+        """The JSON that answers it, repeated after failures that may pass.
+
+        Raises EngineError when they do not.
+        """
+        problem, pause_s = "", self._first_pause_s
         for attempt in range(self._retries + 1):
-            try:
-                return await request_json(self._url + path, body, timeout_s=self._timeout_s)
-            except (TimeoutError, NoConnectionError, HttpStatusError) as error:
-                if isinstance(error, HttpStatusError) and error.status < 500:
-                    raise
-                if attempt == self._retries:
-                    raise EngineError(self._gave_up(path, error)) from error
-                logger.warning("%s%s: %s; trying again", self._url, path, reason_of(error))
+            response, problem = await self._ask(path, body)
+            if response is not None:
+                return self._content(path, response)
+            if attempt < self._retries:
+                logger.warning("%s %s; trying again", self._named, problem)
                 await asyncio.sleep(pause_s)
                 pause_s *= 2
-        raise AssertionError("unreachable")
+        times = f", {self._retries + 1} times in a row (teacher.retries)"
+        raise EngineError(f"{self._named} {problem}{times}: start the server, or correct the url")
 
-    def _gave_up(self, path: str, error: Exception) -> str:
-        if isinstance(error, TimeoutError):
-            what = f"no answer to {path} within {self._timeout_s:g} s (teacher.timeout_s)"
-        elif isinstance(error, NoConnectionError):
-            what = f"can not be reached ({error})"
-        else:
-            what = f"fails at {path} with {error}"
-        return (
-            f"{self._named}: {what}, {self._retries + 1} times in a row (teacher.retries): start "
-            "the server, or correct the url"
-        )
+    async def _ask(self, path: str, body: Any) -> tuple[httpx2.Response | None, str]:
+        """The response, or what went wrong this time."""
+        if self._client is None:
+            limits = httpx2.Limits(max_connections=self._max_in_flight)
+            self._client = httpx2.AsyncClient(limits=limits, timeout=None)
+        method = "GET" if body is None else "POST"
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                response = await self._client.request(method, self._url + path, json=body)
+        except TimeoutError:
+            limit = f"{self._timeout_s:g} s (teacher.timeout_s)"
+            return None, f"did not answer {path} within {limit}"
+        except httpx2.TransportError as error:
+            return None, f"can not be reached ({type(error).__name__}: {error})"
+        if response.status_code < 500 and response.status_code != 429:
+            return response, ""
+        return None, f"answered {path} with {_complaint(response)}"
+
+    def _content(self, path: str, response: httpx2.Response) -> Any:
+        if not response.is_success:
+            raise _RefusedError(f"{self._named} answered {path} with {_complaint(response)}")
+        try:
+            return response.json()
+        except ValueError as error:
+            raise EngineError(f"{self._named} answered {path} with no JSON: {error}") from error
+
+
+def _complaint(response: httpx2.Response) -> str:
+    text = " ".join(response.text.split())[:SHOWN]
+    return f"status {response.status_code}" + (f": {text}" if text else "")
 
 
 def _number(found: Any) -> float:

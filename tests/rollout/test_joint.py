@@ -18,7 +18,7 @@ from paceline.rollout.runner import Runner
 from paceline.rollout.seats import AnySeat, SeatPool
 from paceline.rollout.settings import RolloutConfig
 from paceline.rollout.summary import summarise
-from paceline.types import NO_VERSION, Episode, Group, Prompt, Status
+from paceline.types import NO_VERSION, Episode, Group, Prompt, Status, derive_seed
 
 Actors = dict[str, Actor]
 
@@ -321,6 +321,9 @@ def test_seeds_depend_on_names_and_places_never_on_the_order_of_calls() -> None:
     found = seeds(at_once, "p", "x", "y")
     assert seeds(one_by_one, "y", "x", "p") == found
     assert len({seed for of_role in found.values() for seed in of_role}) == 12
+    assert found["p"] == sorted(
+        derive_seed(0, "p", "sample", i, f"p{i}", episode) for i in range(2) for episode in range(2)
+    )
     alone = seeds(one_by_one, "p")
     assert alone["p"] == found["p"], "the role of the policy's name is that of a run of one role"
 

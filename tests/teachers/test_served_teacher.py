@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from teacher_server import TeacherServer, serving
-from tiny import tiny_model, tiny_tokenizer
+from tiny import tiny_tokenizer
 from trainer_rows import VOCAB, model64, random_rows
+from transformers import PreTrainedTokenizerBase
 
 from paceline.errors import ConfigError, EngineError, TrainerError
 from paceline.teachers.loaded import LoadedTeacher
@@ -37,9 +39,26 @@ def teacher_at(url: str, top_k: int = 0, **settings: object) -> ServedTeacher:
     return ServedTeacher(url, top_k=top_k, vocab=VOCAB, **known)  # type: ignore[arg-type]
 
 
+def closing(teacher: ServedTeacher, work: Coroutine[Any, Any, None]) -> None:
+    """Do the work of the teacher, and close it."""
+
+    async def run() -> None:
+        try:
+            await work
+        finally:
+            await teacher.aclose()
+
+    asyncio.run(run())
+
+
 def grade(teacher: ServedTeacher, rows: list[Row]) -> list[Row]:
-    asyncio.run(teacher.grade(rows))
+    closing(teacher, teacher.grade(rows))
     return rows
+
+
+def open_(teacher: ServedTeacher, tokenizer: PreTrainedTokenizerBase) -> ServedTeacher:
+    closing(teacher, teacher.open(tokenizer))
+    return teacher
 
 
 @pytest.mark.parametrize("top_k", [0, 4])
@@ -88,7 +107,7 @@ def test_requests_overlap_up_to_the_limit(server: TeacherServer) -> None:
         with pytest.raises(EngineError, match="can not be reached"):
             await task
 
-    asyncio.run(run())
+    closing(teacher, run())
     server.faults, server.most_at_once = [], 0
     grade(teacher_at(server.url, max_in_flight=2), plain_rows(9))
     assert 1 <= server.most_at_once <= 2
@@ -114,11 +133,11 @@ def test_an_answer_in_chunks_is_read(server: TeacherServer) -> None:
 @pytest.mark.parametrize(
     ("fault", "pattern", "num_asked"),
     [
-        ("500", r"fails at /generate with status 500: .*fault 500.*3 times", 3),
-        ("dead", r"can not be reached \(it closed the connection without an answer\), 3 times", 3),
-        ("cut", r"can not be reached \(its answer is incomplete", 3),
-        ("400", r"can not grade an answer: status 400: .*fault 400", 1),
-        ("text", r"can not grade an answer: its answer is no JSON", 1),
+        ("500", r"answered /generate with status 500: .*fault 500.*3 times", 3),
+        ("dead", r"can not be reached \(RemoteProtocolError: .*\), 3 times in a row", 3),
+        ("cut", r"can not be reached \(RemoteProtocolError: .*\), 3 times", 3),
+        ("400", r"answered /generate with status 400: .*fault 400", 1),
+        ("text", r"answered /generate with no JSON", 1),
         ("short", r"entries in input_token_logprobs to \d+ tokens", 1),
         ("other token", r"scored token \d+ at position 2, where the answer has \d+", 1),
         ("no log-probs", r"without meta_info\.input_token_logprobs.*SGLang", 1),
@@ -141,15 +160,19 @@ def test_a_failure_that_stays_ends_in_one_error_that_names_the_url(
 def test_an_answer_that_never_comes_ends_at_the_time_limit(server: TeacherServer) -> None:
     server.faults = ["hang"] * 4
     teacher = teacher_at(server.url, timeout_s=0.1, retries=1)
-    with pytest.raises(EngineError, match=r"within 0\.1 s \(teacher\.timeout_s\), 2 times"):
+    with pytest.raises(
+        EngineError, match=r"not answer /generate within 0\.1 s \(teacher\.timeout_s\), 2 times"
+    ):
         grade(teacher, plain_rows(2))
 
 
 def test_a_server_that_is_not_there_is_named() -> None:
     with serving(model64()) as server:
         url = server.url
-    with pytest.raises(EngineError, match=rf"teacher\.url = '{url}': can not be reached.*url$"):
-        asyncio.run(teacher_at(url).open(tiny_tokenizer()))
+    with pytest.raises(
+        EngineError, match=rf"teacher\.url = '{url}' can not be reached.*correct the url$"
+    ):
+        open_(teacher_at(url), tiny_tokenizer())
 
 
 def test_a_logprob_that_is_no_number_becomes_nan_and_is_not_hidden(server: TeacherServer) -> None:
@@ -169,11 +192,13 @@ def test_a_row_of_another_temperature_is_refused(server: TeacherServer) -> None:
 
 def test_opening_learns_what_model_it_is(server: TeacherServer) -> None:
     teacher = teacher_at(server.url)
-    asyncio.run(teacher.open(tiny_tokenizer()))
+    open_(teacher, tiny_tokenizer())
     assert teacher.identity == {"model": "models/teacher"}
+    server.information = "/get_model_info"  # of older servers
+    assert open_(teacher_at(server.url), tiny_tokenizer()).identity == teacher.identity
     server.name = None
     unnamed = teacher_at(server.url)
-    asyncio.run(unnamed.open(tiny_tokenizer()))
+    open_(unnamed, tiny_tokenizer())
     assert unnamed.identity == {"url": server.url}
 
 
@@ -181,45 +206,70 @@ def test_a_server_with_another_tokenizer_is_refused(server: TeacherServer) -> No
     other = tiny_tokenizer()
     other.add_tokens(["zz"])
     server.tokenizer = other  # the same tokens, and one more
-    asyncio.run(teacher_at(server.url).open(tiny_tokenizer()))
+    open_(teacher_at(server.url), tiny_tokenizer())
     server.tokenizer = tiny_tokenizer()
     with pytest.raises(ConfigError, match=r"its tokenizer is not the policy's.*48 is 'zz'"):
-        asyncio.run(teacher_at(server.url).open(other))
+        open_(teacher_at(server.url), other)
 
 
-def test_a_server_with_fewer_tokens_is_refused() -> None:
-    with (
-        serving(tiny_model(vocab=40)) as server,
-        pytest.raises(ConfigError, match=r"tokens 0 to 47 .*out of the vocabulary"),
-    ):
-        asyncio.run(teacher_at(server.url).open(tiny_tokenizer()))
+def test_a_server_with_fewer_tokens_is_refused_and_lives(server: TeacherServer) -> None:
+    """It would not outlive the question what a token is worth that its model does not have."""
+    more = tiny_tokenizer()
+    more.add_tokens([f"w{i}" for i in range(40)])
+    with pytest.raises(ConfigError, match=r"its tokenizer is not .* 48 is 'w0' .* and '' in"):
+        open_(teacher_at(server.url), more)
+    assert not server.is_dead
+    assert server.questions == []
 
 
 def test_a_server_that_shows_no_texts_is_used_with_a_warning(
     server: TeacherServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.shows_text = False
-    asyncio.run(teacher_at(server.url).open(tiny_tokenizer()))
+    open_(teacher_at(server.url), tiny_tokenizer())
     assert "vocabularies are not compared" in caplog.text
+
+
+def test_opening_asks_whether_it_scores(server: TeacherServer) -> None:
+    server.faults = ["400", "few", "no log-probs"]
+    with pytest.raises(ConfigError, match=r"fault 400.*must give log-probs of its input"):
+        open_(teacher_at(server.url, 3), tiny_tokenizer())
+    with pytest.raises(EngineError, match="asked for 3"):
+        open_(teacher_at(server.url, 3), tiny_tokenizer())
+    with pytest.raises(EngineError, match="SGLang"):
+        open_(teacher_at(server.url, 3), tiny_tokenizer())
+
+
+def test_a_token_beyond_the_tokenizer_is_not_sent(server: TeacherServer) -> None:
+    teacher = open_(teacher_at(server.url), tiny_tokenizer())
+    rows = plain_rows(2)
+    for row in rows:
+        row.tokens_T[:] = 47
+    rows[1].tokens_T[0] = 48
+    num_asked = len(server.questions)
+    with pytest.raises(TrainerError, match="the token 48, and the tokenizer has 48"):
+        grade(teacher, rows)
+    assert len(server.questions) == num_asked
 
 
 def test_more_likely_tokens_than_the_policy_knows_are_refused(server: TeacherServer) -> None:
     with pytest.raises(ConfigError, match=r"top_k = 65, but the policy knows 64"):
-        asyncio.run(teacher_at(server.url, 65).open(tiny_tokenizer()))
+        open_(teacher_at(server.url, 65), tiny_tokenizer())
 
 
 def test_cancelling_ends_all_requests(server: TeacherServer) -> None:
     server.faults = ["hang"] * 2
+    teacher = teacher_at(server.url)
 
     async def run() -> None:
-        task = asyncio.ensure_future(teacher_at(server.url).grade(plain_rows(2)))
+        task = asyncio.ensure_future(teacher.grade(plain_rows(2)))
         await asyncio.to_thread(server.wait_for, 2)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
-    asyncio.run(run())
+    closing(teacher, run())
 
 
 def test_the_server_model_is_the_one_that_was_asked(server: TeacherServer) -> None:
