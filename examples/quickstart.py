@@ -70,11 +70,11 @@ def make_prompts(seed: int) -> tuple[list[Prompt], list[Prompt]]:
     return as_prompts(train), as_prompts(held_out)
 
 
-def careless_rows(prompts: list[Prompt], seed: int) -> list[Prompt]:
+def careless_rows(prompts: list[Prompt], seed: int, count: int | None = None) -> list[Prompt]:
     """Work of a pupil who adds digit by digit, and who carries in few of the sums."""
     rng = random.Random(seed)
     rows = []
-    for i in range(WARM_UP_STEPS * WARM_UP_ROWS):
+    for i in range(count or WARM_UP_STEPS * WARM_UP_ROWS):
         text = rng.choice(prompts).text or ""
         carries = int(rng.random() >= CARELESS)
         digits, carry = "", 0

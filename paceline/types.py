@@ -60,6 +60,11 @@ class Prompt:
     source: str = ""
     """Name of the prompt set it came from."""
 
+    @property
+    def name(self) -> str:
+        """Its id with that of its source, which alone may not be unique."""
+        return f"{self.source}/{self.id}" if self.source else self.id
+
 
 @dataclass(frozen=True, slots=True)
 class Draw:
@@ -121,6 +126,8 @@ class Sample:
     """More about the cause, for people to read: a message, the line of the user's code."""
     label: str = ""
     """Which of several players spoke, such as the earlier self that was drawn."""
+    interruptions: int = 0
+    """Times that an answer was ended by a publish (`pause = "abort"`) and went on after it."""
 
     def validate(self) -> None:
         """Raise ValueError if the columns do not fit each other."""

@@ -1,10 +1,11 @@
 """Kills a small run at its n-th event, resumes it, and prints what both left. Run by test_crash.
 
-    python crash_runs.py FOLDER FIRST LAST STRIDE [--ppo | --distill] [--second]
+    python crash_runs.py FOLDER FIRST LAST STRIDE [--ppo | --distill | --two | --three] [--second]
 
 An event is the begin or end of a phase, or an operation on files. Every run is a forked child, so
 that the libraries are loaded once. `--ppo` trains with a critic, which warms up over two steps,
-`--distill` from a loaded teacher. `--second` kills the resumed run once more, at the same event.
+`--distill` from a loaded teacher. `--two` trains a solver and a verifier in joint episodes, `--three`
+one more with prompts of its own; both in the deterministic mode. `--second` kills the resumed run once more, at the same event.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -80,6 +81,31 @@ top_k = 4
 [teacher]
 model.path = "{folder}/teacher"
 """
+
+TWO = """
+[policies.solver]
+[policies.verifier]
+trainer.lr = 0.02
+"""
+
+THREE = """
+[policies.pupil]
+data.path = "{folder}/own.jsonl"
+rollout.prompts_per_step = 3
+rollout.env = "single_turn"
+reward = {{ kind = "regex", pattern = "[0-4]" }}
+trainer.lr = 0.03
+"""
+
+ENV = '''
+async def play(prompt, actors):
+    """The solver answers, the verifier judges; what each earns depends on both."""
+    reply = await actors["solver"](prompt)
+    right = float(any(c in "01234" for c in reply.text))
+    verdict = await actors["verifier"](prompt.text + reply.text + "?")
+    said_yes = float(any(c in "56789" for c in verdict.text))
+    return {"solver": right, "verifier": float(said_yes == right)}
+'''
 
 
 class Events:
@@ -148,12 +174,24 @@ def prepare(folder: Path) -> None:
     rows = [{"prompt": f"{i}+{i}=", "answer": "0", "id": f"p{i}"} for i in range(6)]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / "prompts.jsonl").write_text(text)
+    (folder / "own.jsonl").write_text(text.replace("+", "-"))
+    (folder / "env.py").write_text(ENV)
     (folder / "held.jsonl").write_text('{"prompt": "7+1=", "answer": "0"}\n')
 
 
+def run_file_text(options: Sequence[str]) -> str:
+    """What the options ask for; `{name}` and `{folder}` are still to be filled in."""
+    if "--two" in options or "--three" in options:
+        text = RUN_FILE.replace("seed = 5\n", "seed = 5\ndeterministic = true\n")
+        text = text.replace('[reward]\nkind = "regex"\npattern = "[0-4]"\n', "")
+        text = text.replace("[rollout]\n", '[rollout]\nenv = "{folder}/env.py:play"\n')
+        return text + TWO + (THREE if "--three" in options else "")
+    text = RUN_FILE + (PPO if "--ppo" in options else "")
+    return text + (DISTILL if "--distill" in options else "")
+
+
 def run(folder: Path, name: str, events_file: Path, kill_at: int = 0) -> int:
-    text = RUN_FILE + (PPO if "--ppo" in sys.argv else "")
-    text += DISTILL if "--distill" in sys.argv else ""
+    text = run_file_text(sys.argv)
 
     def work() -> None:
         torch.set_num_threads(1)
@@ -175,6 +213,7 @@ def outcome(run_dir: Path) -> dict[str, object]:
         for file in sorted((newest / "policies").rglob("*.safetensors"))
     }
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows.sort(key=lambda row: (row["policy"], row["step"]))  # whose step ends first is a race
     kept = [{k: v for k, v in r.items() if not k.startswith(("time/", "perf/"))} for r in rows]
     samples = {
         str(file.relative_to(run_dir)): hashlib.sha256(file.read_bytes()).hexdigest()

@@ -6,9 +6,11 @@ import asyncio
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from drivers.virtual_time import run_virtual
 
 from paceline.data.buffer import Buffer
 from paceline.data.prompts import prompts_from_rows
@@ -261,3 +263,28 @@ def random_pace(rng: random.Random, *, on_full: str = "wait") -> Pace:
         learn_s=lambda: rng.choice([0.0, 0.1, 1.0, 8.0]),
         publish_s=lambda: rng.choice([0.0, 0.0, 0.5]),
     )
+
+
+def world_of(
+    *, runner: FakeRunner | None = None, mode: str = "continuous", size: int = 1000, **options: Any
+) -> World:
+    """One policy; options of its pace, or of the world."""
+    of_world = {k: options.pop(k) for k in ("straggler", "max_in_flight") if k in options}
+    pace = Pace(**{"batch": 2, **options})
+    stream = make_stream(size)
+    return World({"policy": pace}, runner or FakeRunner(), stream=stream, mode=mode, **of_world)
+
+
+def while_feeding(world: World, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    """The result of the work, with the feed beside it."""
+
+    async def run() -> Any:
+        producer = asyncio.create_task(world.feed.run())
+        try:
+            return await work()
+        finally:
+            producer.cancel()
+            await asyncio.wait({producer})
+            assert len(asyncio.all_tasks()) == 1
+
+    return run_virtual(run, check=world.check)

@@ -155,6 +155,51 @@ def test_quickstart(
     assert [row["step"] for row in rows_of(run)] == [0, 1, 2]
 
 
+SEVERAL = ("solver_verifier", "self_play", "proposer_solver")
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_examples_of_several_policies_are_right_and_short(name: str, tmp_path: Path) -> None:
+    folder = EXAMPLES / name
+    (tmp_path / "config.json").write_text("{}")  # run.py makes the model
+    run_file = load_run_file(folder / "run.toml", [f"model.path={tmp_path}"])
+    assert run_file.policies
+    assert len((folder / "run.py").read_text().splitlines()) <= 120
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", SEVERAL)
+def test_several_policies(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    example = load_example(f"{name}/run")
+    monkeypatch.setattr(example, "WARM_UP_STEPS", 4)
+    small = ["run.num_steps=2", "rollout.prompts_per_step=2", "rollout.samples_per_prompt=2"]
+    if name != "self_play":
+        sets = range(3 if name == "solver_verifier" else 1)
+        small += [f"evals.sets.{index}.limit=4" for index in sets]
+    monkeypatch.setattr(sys, "argv", ["run.py", "--folder", str(tmp_path), *small])
+    assert example.main() == 0
+    rows = rows_of(tmp_path / "seed-0" / name.replace("_", "-"))
+    trained = {row["policy"] for row in rows if row["step"] == 2}
+    printed = capsys.readouterr().out
+    match name:
+        case "solver_verifier":
+            assert trained == {"solver", "verifier"}
+            assert "eval/judging/reward" in printed
+        case "self_play":
+            assert trained == {"player"}
+            assert "Elo: the player and its earlier selves" in printed
+            assert "step-0" in printed
+        case "proposer_solver":
+            assert trained == {"proposer", "solver"}
+            assert "What the proposer writes" in printed
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_grpo_in_one_file(

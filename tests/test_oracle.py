@@ -75,9 +75,9 @@ class RecordingTrainer(SingleTrainer):
         self.trace.grad_norms.append(report.grad_norm)
         return report
 
-    def _add_micro_batch(self, *inputs: Any) -> None:
+    def _add_micro_batch(self, *inputs: Any, **named: Any) -> None:
         self.num_micro_batches += 1
-        super()._add_micro_batch(*inputs)
+        super()._add_micro_batch(*inputs, **named)
 
 
 @pytest.fixture(scope="module")

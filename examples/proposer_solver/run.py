@@ -1,12 +1,12 @@
 """A proposer writes problems, a solver solves them, and each learns from what the other can do.
 
 The proposer is given `47+` and goes on with a second number, `38=`; the solver adds, units first:
-`58`. Four answers to each problem are asked for. Each solver earns one if it is right; the proposer
-earns most where half of them are right: what is too easy or too hard teaches nothing. The warm-up
-is the work of a teacher who mostly asks for sums without a carry, and of a pupil who mostly forgets
-to carry.
+`58`. Four answers to each problem are asked for. Each earns one if it is right; the proposer earns
+most where half of them are right: what is too easy or too hard teaches nothing. The warm-up is the
+work of a teacher who asks for few sums with a carry, and of a pupil who mostly forgets to carry.
+The run itself is in run.toml.
 
-    python examples/proposer_solver/run.py [--seed N] [--folder runs/proposer_solver]
+    python examples/proposer_solver/run.py [--seed N] [--folder FOLDER] [KEY=VALUE]...
 """
 
 import argparse
@@ -14,20 +14,22 @@ import json
 import random
 import re
 import sys
-import time
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 import paceline
+from paceline.cli import main as command
 from paceline.rollout.env import Outcome
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from quickstart import careless_rows, make_model, make_prompts
+HERE = Path(__file__).absolute().parent
+sys.path.insert(0, str(HERE.parent))
+from quickstart import careless_rows, make_model, make_prompts  # noqa: E402
 
-WARM_UP_STEPS, WARM_UP_ROWS = 400, 144
-SOLVERS = ("solver_1", "solver_2", "solver_3", "solver_4")  # four roles of one policy
+WARM_UP_STEPS, WARM_UP_ROWS = 400, 144  # of which every eighth row is a proposal
+TRAIN, HELD_OUT = make_prompts(seed=0)  # the latter for the evals
+SOLVERS = ("solver_1", "solver_2", "solver_3", "solver_4")
 
 
 async def play(prompt, actors):
@@ -47,79 +49,57 @@ def carries(problem):
     return int(problem[1]) + int(problem[4]) > 9 or int(problem[0]) + int(problem[3]) > 9
 
 
-def proposals(rng):
-    """Problems of the teacher: nine of ten are easy."""
-    for i in range(WARM_UP_STEPS * WARM_UP_ROWS // 8):
-        first, easy = rng.randint(10, 99), rng.random() < 0.9
-        others = [n for n in range(10, 100) if carries(f"{first}+{n}=") != easy]
-        yield {
-            "id": f"propose-{i}",
-            "prompt": f"{first}+",
-            "completion": f"{rng.choice(others or range(10, 100))}=",
-        }
+def first_numbers():
+    return [f"{number}+" for number in range(10, 100)]
 
 
-def solutions(prompts, seed):
-    rows = careless_rows(prompts, seed)[: WARM_UP_STEPS * WARM_UP_ROWS * 7 // 8]
-    return [{"id": p.id, "prompt": p.text, "completion": p.metadata["completion"]} for p in rows]
+def warm_up_rows(seed):
+    """Both jobs, done as they should not be."""
+    rng, count = random.Random(seed), WARM_UP_STEPS * WARM_UP_ROWS // 8
+    for row in careless_rows(TRAIN, seed, 7 * count):
+        yield {"id": row.id, "prompt": row.text, **row.metadata}
+    for i in range(count):
+        first, is_easy = rng.randint(10, 99), rng.random() < 0.9
+        fitting = [n for n in range(10, 100) if carries(f"{first}+{n}=") != is_easy]
+        second = rng.choice(fitting or range(10, 100))
+        yield {"id": f"propose-{i}", "prompt": f"{first}+", "completion": f"{second}="}
+
+
+def show(run):
+    """What the proposer asked for, in the first step and in the last one."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").open()]
+    rows = [row for row in rows if row["policy"] == "proposer"]
+    table = Table("problems", "first step", "last step", title="What the proposer writes")
+    for what in ("valid", "carries"):
+        first, last = (row[f"rollout/env/{what}"] for row in (rows[0], rows[-1]))
+        table.add_row(what, f"{first:.1%}", f"{last:.1%}")
+    Console().print(table)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=Path("runs/proposer_solver"))
-    parser.add_argument("--steps", type=int, default=60)
-    options = parser.parse_args()
-    start_s, seed = time.monotonic(), options.seed
-    folder = options.folder / f"seed-{seed}"
-    run = {"dir": str(folder), "seed": seed}
-    make_model(folder / "start", seed)
-    train, held_out = make_prompts(seed)
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="over run.toml")
+    given = parser.parse_args()
+    folder = given.folder.absolute() / f"seed-{given.seed}"
+    make_model(folder / "start", given.seed)
     warm = paceline.sft(
         folder / "start",
-        [*solutions(train, seed), *proposals(random.Random(seed))],
+        warm_up_rows(given.seed),
         num_steps=WARM_UP_STEPS,
         name="warm-up",
-        run=run,
+        run={"dir": str(folder), "seed": given.seed},
         rollout={"prompts_per_step": WARM_UP_ROWS},
         trainer={"lr": 2e-3, "betas": [0.9, 0.95], "lr_schedule": "cosine", "lr_warmup_steps": 40},
         observe={"samples": "none"},
     )
-    sums = folder / "sums.jsonl"
-    rows = [{"prompt": p.text, "answer": p.answer} for p in held_out]
-    sums.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    solving = {"name": "solving", "policy": "solver", "env": "single_turn",
-               "data": {"path": str(sums.absolute())}, "reward": {"kind": "exact"}}  # fmt: skip
-    result = paceline.train(
-        warm.model_path,
-        [f"{first}+" for first in range(10, 100)],
-        num_steps=options.steps,
-        name="games",
-        run=run,
-        rollout={
-            "env": f"{Path(__file__).absolute()}:play",
-            "prompts_per_step": 24,
-            "samples_per_prompt": 8,
-            "sampling": {"max_tokens": 4},
-        },
-        policies={"solver": {}, "proposer": {"trainer": {"lr": 2e-4}}},
-        roles={"proposer": "proposer"} | dict.fromkeys(SOLVERS, "solver"),
-        trainer={"lr": 5e-4, "betas": [0.9, 0.95], "lr_warmup_steps": 10},
-        engine={"max_batch": 512},
-        evals={"every": 20, "sets": [solving]},
-        checkpoint={"every": 20},
-    )
-    lines = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").open()]
-    lines = [row for row in lines if row["policy"] == "proposer" and row["step"] > 0]
-    table = Table("", "before", "after", title="Proposer and solver")
-    before, after = (of["eval/solving/reward"] for of in (result.first_evals, result.evals))
-    table.add_row("solver: right sums", f"{before:.1%}", f"{after:.1%}")
-    for what in ("valid", "carries"):
-        first, last = (row[f"rollout/env/{what}"] for row in (lines[0], lines[-1]))
-        table.add_row(f"proposer: {what}", f"{first:.1%}", f"{last:.1%}")
-    Console().print(table)
-    print(f"{(time.monotonic() - start_s) / 60:.1f} minutes. Models: {folder / 'games'}")
+    changes = [f"run.seed={given.seed}", f"run.dir={folder}", f"model.path={warm.model_path}"]
+    code = command(["train", str(HERE / "run.toml"), *changes, *given.overrides])
+    if code == 0:
+        show(folder / "proposer-solver")
+    return code
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

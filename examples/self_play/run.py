@@ -1,26 +1,28 @@
-"""A player learns a game by playing against its own earlier selves, and an Elo table tells how far.
+"""A player learns a game by playing against its own earlier selves; an Elo table tells how far.
 
 The game: some matches are left; whose turn it is takes 1, 2 or 3 of them; who takes the last one
-wins. `17:` is answered by `1`, which leaves a multiple of four: the way to win. The warm-up only
-teaches what a move looks like. A copy of the player joins the pool of opponents every 20 steps.
+wins. `17:` is answered by `1`, which leaves a multiple of four: that is how to win. The warm-up
+only teaches what a move looks like. A copy of the player joins its opponents every 20 steps; the
+run itself is in run.toml.
 
-    python examples/self_play/run.py [--seed N] [--folder runs/self_play]
+    python examples/self_play/run.py [--seed N] [--folder FOLDER] [KEY=VALUE]...
 """
 
 import argparse
 import json
 import random
 import sys
-import time
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 import paceline
+from paceline.cli import main as command
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from quickstart import make_model
+HERE = Path(__file__).absolute().parent
+sys.path.insert(0, str(HERE.parent))
+from quickstart import make_model  # noqa: E402
 
 MOST, MOVES = 21, ("1", "2", "3")
 WARM_UP_STEPS, WARM_UP_ROWS = 60, 64
@@ -28,13 +30,20 @@ WARM_UP_STEPS, WARM_UP_ROWS = 60, 64
 
 async def play(prompt, actors):
     """One game. Who says anything but a possible move has lost."""
-    left, turn = int(prompt.metadata["matches"]), prompt.metadata["first"]
+    left, turn = int(prompt.text), prompt.metadata["first"]
     while left > 0:
         other = "opponent" if turn == "player" else "player"
         said = (await actors[turn](f"{left}:")).text
         left = left - int(said) if said in MOVES else -1
         winner, turn = (turn if left >= 0 else other), other
     return {"player": float(winner == "player"), "opponent": float(winner == "opponent")}
+
+
+def games():
+    """How many matches there are, and who begins."""
+    for left in range(4, MOST + 1):
+        for first in ("player", "opponent"):
+            yield {"id": f"{left}-{first}", "prompt": str(left), "first": first}
 
 
 def possible_moves(rng):
@@ -45,60 +54,45 @@ def possible_moves(rng):
         yield {"id": f"move-{i}", "prompt": f"{left}:", "completion": move}
 
 
+def show(run, model):
+    """The ratings, and how often the player finds the winning move."""
+    table = Table("player", "rating", "games", title="Elo: the player and its earlier selves")
+    for row in json.loads((run / "elo-opponent.json").read_text()):
+        table.add_row(row["player"], f"{row['rating']:.0f}", str(row["games"]))
+    Console().print(table)
+    positions = [left for left in range(1, MOST + 1) if left % 4]
+    texts = [f"{left}:" for left in positions]
+    moves = paceline.generate(model, texts, max_tokens=2, temperature=0)
+    found = sum(move == str(left % 4) for left, move in zip(positions, moves, strict=True))
+    print(f"The player makes the winning move in {found} of the {len(positions)} that have one.")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=Path("runs/self_play"))
-    parser.add_argument("--steps", type=int, default=100)
-    options = parser.parse_args()
-    start_s, folder = time.monotonic(), options.folder / f"seed-{options.seed}"
-    run = {"dir": str(folder), "seed": options.seed}
-    make_model(folder / "start", options.seed, "0123456789:")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="over run.toml")
+    given = parser.parse_args()
+    folder = given.folder.absolute() / f"seed-{given.seed}"
+    make_model(folder / "start", given.seed, "0123456789:")
     warm = paceline.sft(
         folder / "start",
-        possible_moves(random.Random(options.seed)),
+        possible_moves(random.Random(given.seed)),
         num_steps=WARM_UP_STEPS,
         name="warm-up",
-        run=run,
+        run={"dir": str(folder), "seed": given.seed},
         rollout={"prompts_per_step": WARM_UP_ROWS},
         trainer={"lr": 1e-3, "lr_warmup_steps": 10},
         observe={"samples": "none"},
     )
-    games = [
-        {"id": f"{left}-{first}", "prompt": f"{left}:", "matches": left, "first": first}
-        for left in range(4, MOST + 1)
-        for first in ("player", "opponent")
-    ]
-    result = paceline.train(
-        warm.model_path,
-        games,
-        num_steps=options.steps,
-        name="games",
-        run=run,
-        rollout={
-            "env": f"{Path(__file__).absolute()}:play",
-            "prompts_per_step": 24,
-            "samples_per_prompt": 8,
-            "sampling": {"max_tokens": 2},
-        },
-        policies={"player": {}},
-        roles={"player": "player", "opponent": {"past": "player", "every": 20, "keep": 10}},
-        trainer={"lr": 5e-4, "lr_warmup_steps": 5},
-        engine={"max_batch": 256},
-        checkpoint={"every": 50},
-    )
-    table = Table("player", "rating", "games", title="Elo: the player and its earlier selves")
-    for row in json.loads((result.run_dir / "elo-opponent.json").read_text()):
-        table.add_row(row["player"], f"{row['rating']:.0f}", str(row["games"]))
-    Console().print(table)
-    positions = [left for left in range(1, MOST + 1) if left % 4]
-    moves = paceline.generate(
-        result.model_path, [f"{left}:" for left in positions], max_tokens=2, temperature=0
-    )
-    best = sum(move == str(left % 4) for left, move in zip(positions, moves, strict=True))
-    print(f"The winning move in {best} of {len(positions)} positions that have one.")
-    print(f"{(time.monotonic() - start_s) / 60:.1f} minutes. The player: {result.model_path}")
+    changes = [f"run.seed={given.seed}", f"run.dir={folder}", f"model.path={warm.model_path}"]
+    code = command(["train", str(HERE / "run.toml"), *changes, *given.overrides])
+    run = folder / "self-play"
+    if code == 0:
+        newest = max((run / "checkpoints").glob("step-*"))
+        show(run, newest / "policies/player/model")
+    return code
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

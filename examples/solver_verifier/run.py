@@ -1,46 +1,59 @@
 """Solver and verifier, both trained in one run, from one model that was warmed up on both jobs.
 
-The solver adds two-digit numbers, units first (`47+38=` -> `58`). The verifier is shown two answers
-to the sum, the solver's and another one, of which one is right and one is wrong, and says of each
-`y` or `n`: so it earns a half by always saying the same. Both start as careless as each other:
-they mostly forget to carry.
+The solver adds two-digit numbers, units first: `47+38=` is answered by `58`. The verifier is shown
+two answers to the sum, the solver's and another one, of which one is right and one is wrong. It
+adds by itself and says `y` or `n`: `47+38=58?` is answered by `58y`. Only the verdict counts, and
+who always says the same earns a half. Both start equally careless: they mostly forget to carry. The
+run itself is in run.toml; the sums of the evals are never trained on.
 
-    python examples/solver_verifier/run.py [--seed N] [--folder runs/solver_verifier]
+    python examples/solver_verifier/run.py [--seed N] [--folder FOLDER] [KEY=VALUE]...
 """
 
 import argparse
-import json
 import random
 import sys
-import time
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 import paceline
+from paceline.cli import main as command
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from quickstart import make_model, make_prompts
+HERE = Path(__file__).absolute().parent
+sys.path.insert(0, str(HERE.parent))
+from quickstart import make_model, make_prompts  # noqa: E402
 
 CARELESS = 0.8  # share of the sums that are added, or checked, without carrying
-WARM_UP_STEPS, WARM_UP_ROWS = 400, 192
+WARM_UP_STEPS, WARM_UP_ROWS = 400, 224
+TRAIN, HELD_OUT = make_prompts(seed=0)  # sums with their answers; run.toml names them too
 
 
 async def play(prompt, actors):
-    """The environment: what solver and verifier earn in one episode."""
-    solved = await actors["solver"](prompt)
-    is_right = solved.text == prompt.answer
+    """The environment: the solver answers, the verifier judges that answer and another one."""
+    answer = (await actors["solver"](prompt)).text
+    is_right = answer == prompt.answer
     other = wrong_answer(prompt.text, random.Random(prompt.id)) if is_right else prompt.answer
-    verdicts = []
-    for text in (solved.text, other):
-        said = await actors["verifier"](f"{prompt.text}{text}?")
-        verdicts.append(said.text == ("y" if text == prompt.answer else "n"))
-    return {"solver": float(is_right), "verifier": sum(verdicts) / 2}
+    of_answer = (await actors["of_answer"](f"{prompt.text}{answer}?")).text
+    of_other = (await actors["of_other"](f"{prompt.text}{other}?")).text
+    return {
+        "solver": float(is_right),
+        "of_answer": verdict_is_right(of_answer, "y" if is_right else "n"),
+        "of_other": verdict_is_right(of_other, "n" if is_right else "y"),
+    }
+
+
+def verdict_is_right(completion, answer):
+    return float(completion[-1:] == answer)
+
+
+def answers_held_out():
+    """Answers to the held-out sums, half of them right."""
+    return [
+        {"prompt": text, "answer": "y" if answer == add(problem, True) else "n"}
+        for text, problem, answer in judged(HELD_OUT, random.Random(0))
+    ]
 
 
 def add(text, carries):
-    """The digits of a sum such as `47+38=`, units first; without carrying, as a careless pupil."""
+    """The digits of a sum such as `47+38=`, units first; or what they are without carrying."""
     digits, carry = "", 0
     for x, y in ((text[1], text[4]), (text[0], text[3])):
         carry, digit = divmod(int(x) + int(y) + carry, 10)
@@ -50,7 +63,7 @@ def add(text, carries):
 
 
 def wrong_answer(text, rng):
-    """What the careless pupil would say; where that is right, or at times, one digit is another."""
+    """Half of the time, where it is wrong, what one gets without carrying; else a digit is off."""
     right, careless = add(text, True), add(text, False)
     if careless != right and rng.random() < 0.5:
         return careless
@@ -59,67 +72,45 @@ def wrong_answer(text, rng):
 
 
 def judged(prompts, rng):
-    """One right and one wrong answer by turns: (what the verifier is asked, the sum, the answer)."""
+    """A right and a wrong answer by turns: (what the verifier is asked, the sum, the answer)."""
     for number, prompt in enumerate(prompts):
-        answer = wrong_answer(prompt.text, rng) if number % 2 else prompt.answer
+        answer = wrong_answer(prompt.text, rng) if number % 2 else add(prompt.text, True)
         yield f"{prompt.text}{answer}?", prompt.text, answer
 
 
-def warm_up_rows(prompts, rng):
-    """Both jobs, done by somebody who carries in few of the sums; two solved for each judged one."""
-    for i, prompt in enumerate(rng.choices(prompts, k=WARM_UP_STEPS * WARM_UP_ROWS * 2 // 3)):
+def warm_up_rows(rng):
+    """Both jobs, done by somebody who carries in few of the sums; four solved for three judged."""
+    count = WARM_UP_STEPS * WARM_UP_ROWS // 7
+    for i, prompt in enumerate(rng.choices(TRAIN, k=4 * count)):
         says = add(prompt.text, carries=rng.random() >= CARELESS)
         yield {"id": f"solve-{i}", "prompt": prompt.text, "completion": says}
-    chosen = rng.choices(prompts, k=WARM_UP_STEPS * WARM_UP_ROWS // 3)
-    for i, (text, problem, answer) in enumerate(judged(chosen, rng)):
+    for i, (text, problem, answer) in enumerate(judged(rng.choices(TRAIN, k=3 * count), rng)):
         finds = add(problem, carries=rng.random() >= CARELESS)
-        yield {"id": f"judge-{i}", "prompt": text, "completion": "y" if answer == finds else "n"}
-
-
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return {"path": str(path.absolute())}
+        verdict = finds + ("y" if answer == finds else "n")
+        yield {"id": f"judge-{i}", "prompt": text, "completion": verdict}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=Path("runs/solver_verifier"))
-    parser.add_argument("--steps", type=int, default=80)
-    options = parser.parse_args()
-    start_s, rng = time.monotonic(), random.Random(options.seed)
-    folder = options.folder / f"seed-{options.seed}"
-    make_model(folder / "start", options.seed, "0123456789+=?yn")
-    train, held_out = make_prompts(options.seed)
-    common = {"run": {"dir": str(folder), "seed": options.seed}}
-    trainer = {"betas": [0.9, 0.95], "lr_schedule": "cosine", "lr_warmup_steps": 10}
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="over run.toml")
+    given = parser.parse_args()
+    folder = given.folder.absolute() / f"seed-{given.seed}"
+    make_model(folder / "start", given.seed, "0123456789+=?yn")
     warm = paceline.sft(
-        folder / "start", warm_up_rows(train, rng), num_steps=WARM_UP_STEPS, name="warm-up", **common,
-        rollout={"prompts_per_step": WARM_UP_ROWS}, trainer={**trainer, "lr": 2e-3, "lr_warmup_steps": 40},
-        checkpoint={"every": WARM_UP_STEPS}, observe={"samples": "none"},
-    )  # fmt: skip
-    right = [{"prompt": p.text, "answer": p.answer} for p in held_out]
-    asked = [{"prompt": text, "answer": "y" if add(problem, True) == answer else "n"} for text, problem, answer in judged(held_out, rng)]
-    alone = {"env": "single_turn", "reward": {"kind": "exact"}}
-    result = paceline.train(
-        warm.model_path, train, num_steps=options.steps, name="joint", **common,
-        rollout={"env": f"{__file__}:play", "prompts_per_step": 32, "samples_per_prompt": 8, "sampling": {"max_tokens": 4}},
-        algorithm={"clip_high": 0.28}, trainer={**trainer, "lr": 5e-4}, engine={"max_batch": 512},
-        policies={"solver": {}, "verifier": {"rollout": {"sampling": {"max_tokens": 2}}}},
-        evals={"every": 20, "sets": [
-            {"name": "solving", "policy": "solver", "data": write(folder / "sums.jsonl", right), **alone},
-            {"name": "judging", "policy": "verifier", "data": write(folder / "answers.jsonl", asked), **alone},
-            {"name": "together", "policy": "verifier", "data": write(folder / "sums.jsonl", right)},
-        ]},
-        checkpoint={"every": 40},
-    )  # fmt: skip
-    table = Table("held out", "before", "after", "gain", title="Solver and verifier")
-    for who, name in (("solver", "solving"), ("verifier", "judging")):
-        before, after = (evals[f"eval/{name}/reward"] for evals in (result.first_evals, result.evals))
-        table.add_row(f"{who}: right {name}", f"{before:.1%}", f"{after:.1%}", f"{after - before:+.1%}")
-    Console().print(table)
-    print(f"{(time.monotonic() - start_s) / 60:.1f} minutes. Models: {', '.join(map(str, result.model_paths.values()))}")
+        folder / "start",
+        warm_up_rows(random.Random(given.seed)),
+        num_steps=WARM_UP_STEPS,
+        name="warm-up",
+        run={"dir": str(folder), "seed": given.seed},
+        rollout={"prompts_per_step": WARM_UP_ROWS},
+        trainer={"lr": 2e-3, "betas": [0.9, 0.95], "lr_schedule": "cosine", "lr_warmup_steps": 40},
+        observe={"samples": "none"},
+    )
+    changes = [f"run.seed={given.seed}", f"run.dir={folder}", f"model.path={warm.model_path}"]
+    return command(["train", str(HERE / "run.toml"), *changes, *given.overrides])
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

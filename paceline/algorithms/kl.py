@@ -16,6 +16,7 @@ Legend: N trainable tokens of a micro-batch.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -92,10 +93,17 @@ def nonfinite_share(values_N: Tensor) -> Mean:
 def mismatch_means(inputs: LossInputs) -> dict[str, Mean]:
     """How far the trainer's log-probs are from those that the engine reported for its tokens.
 
-    mismatch_abs: mean of |old - behaviour|. mismatch_kl: k3 of KL(behaviour||old).
+    mismatch_abs: mean of |old - behaviour|. mismatch_kl: k3 of KL(behaviour||old). mismatch_ratio:
+    mean of w = exp(old - behaviour). mismatch_far: share of w outside 1/2 to 2.
+    effective_sample_share: 1 / mean(w^2).
     """
     gap_N = log_ratio(inputs.behaviour_logprobs_N, inputs.old_logprobs_N).detach()
+    ratio_N = bounded_ratio(-gap_N)
+    squares, count = finite_mean(ratio_N * ratio_N)
     return {
+        "effective_sample_share": (count, squares),
+        "mismatch_far": token_mean((gap_N.abs() > math.log(2)).to(gap_N.dtype)),
+        "mismatch_ratio": finite_mean(ratio_N),
         "mismatch_abs": finite_mean(gap_N.abs()),
         "mismatch_kl": finite_mean(kl_estimate(gap_N, "k3")),
         "nonfinite_mismatch": nonfinite_share(gap_N),

@@ -160,7 +160,7 @@ def policy_gradient_loss(
         "approx_kl": finite_mean(kl_estimate(-log_ratio_N, "k3")),
         "nonfinite_log_ratio": nonfinite_share(log_ratio_N),
     }
-    means |= mismatch_means(inputs)
+    means = mismatch_means(inputs) | means  # a correction's own effective share comes first
     loss_N = -surrogate_N
     if settings.has_kl_in_loss:
         reference_N = given(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -33,6 +34,8 @@ from paceline.observe.environment import describe_environment, write_environment
 from paceline.observe.recorder import Recorder
 from paceline.rollout.past import PastSelves
 from paceline.types import JsonValue
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -79,6 +82,7 @@ async def open_joint(run_file: RunFile, given: Given, disposer: Disposer) -> Joi
     if state is not None:
         check_compatible(state, needed, str(store.root / step_name(state.step)))
 
+    _warn_of_old_samples(run_file)
     own = next(feed for feed in feeds if leader.name in feed.learners)
     cadence = make_cadence(leader.view, own.stream, has_evals=bool(eval_sets))
     for member in members.values():
@@ -108,6 +112,24 @@ async def open_joint(run_file: RunFile, given: Given, disposer: Disposer) -> Joi
 
 def _step(state: RunState | None, name: str) -> int:
     return state.policies[name].step if state else 0
+
+
+def _warn_of_old_samples(run_file: RunFile) -> None:
+    """Sampling that runs ahead makes samples of older weights; the loss should know of it."""
+    for name in run_file.learners:
+        view = run_file.view(name)
+        algorithm, schedule = view.algorithm, view.schedule
+        is_corrected = getattr(algorithm, "correction", None) is not None
+        # A distribution over a teacher's top k has no weight of a sampled token.
+        takes_none = not hasattr(algorithm, "correction") or bool(getattr(algorithm, "top_k", 0))
+        if schedule.runs_ahead and not is_corrected and not takes_none:
+            logger.warning(
+                "policy %r trains on answers of weights up to %d steps old, as if its own weights "
+                "had made them: set algorithm.correction, for instance "
+                "algorithm.correction.high = 2.0 (weights each token by the ratio of the trainer's "
+                "to the engine's probability), or leave it if train/effective_sample_share stays "
+                "near 1", name, schedule.max_staleness,
+            )  # fmt: skip
 
 
 def _check_policies(run_file: RunFile, state: RunState, where: str) -> None:

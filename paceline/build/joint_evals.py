@@ -44,6 +44,7 @@ def make_joint_evals(
                 policy=leader.name,
                 transport="copy",
                 turns=turns,
+                version=0 if leader.policy is None else leader.policy.trainer.version,
             )
         )
     return EvalDispatcher(run_file.evals, evaluate, snapshots)

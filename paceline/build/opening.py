@@ -63,8 +63,15 @@ def settle(disposer: Disposer) -> None:
 
 
 def set_threads(run_file: RunFile, state: RunState | None) -> int:
-    """The choice of the first start is kept: sums depend on it in the last bit."""
-    threads = run_file.trainer.threads or (state.threads if state else None) or choose_threads()
+    """CPU threads of the process, engine and trainer alike. The choice of the first start is kept:
+    sums depend on it in the last bit."""
+    if run_file.trainer.threads is not None:
+        threads, origin = run_file.trainer.threads, "trainer.threads"
+    elif state is not None and state.threads:
+        threads, origin = state.threads, "kept from the checkpoint"
+    else:
+        threads, origin = choose_threads(), "measured, or OMP_NUM_THREADS"
+    logger.info("CPU threads of torch: %d (%s)", threads, origin)
     torch.set_num_threads(threads)
     return threads
 

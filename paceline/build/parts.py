@@ -168,7 +168,9 @@ def make_engine(
     policy: str,
     transport: Transport,
     turns: Turns | None = None,
+    version: int = 0,
 ) -> EmbeddedEngine:
+    """version: of the weights that the model holds now."""
     match run_file.engine:
         case EmbeddedEngineConfig() as config:
             return EmbeddedEngine(
@@ -177,6 +179,7 @@ def make_engine(
                 text.tokenizer,
                 policy=policy,
                 eos_token_ids=text.end_ids,
+                version=version,
                 turns=turns,
             )
 

@@ -111,7 +111,7 @@ def samples_folder(run_dir: Path, policy: str | None = None) -> Path:
 def checkpoint_after(recorded: RecordedStep) -> Checkpoint | None:
     """The verified checkpoint of a step; None if there is none, or it is damaged."""
     try:
-        return _store(recorded.run_dir).at(_saved(recorded).get(recorded.step, recorded.step))
+        return _checkpoint_at(recorded, recorded.step)
     except CheckpointError:
         return None
 
@@ -124,18 +124,25 @@ def checkpoint_before(recorded: RecordedStep) -> Checkpoint | None:
     before = recorded.step - 1
     if before == 0:
         return None
-    saved = _saved(recorded)
     try:
-        return _store(recorded.run_dir).at(saved.get(before, before))
+        return _checkpoint_at(recorded, before)
     except CheckpointError as error:
         kept = sample_files(samples_folder(recorded.run_dir, recorded.policy))
-        able = [s for s in (1, *(s + 1 for s in saved)) if s in kept]
+        able = [s for s in (1, *(s + 1 for s in _saved(recorded))) if s in kept]
         steps = ", ".join(map(str, dict.fromkeys(able))) or "none"
         raise DataError(
             f"step {recorded.step} began with the weights of step {before}, and {error}. Steps "
             f"whose weights are there: {steps}. To keep those of every step, train with "
             "checkpoint.every=1 and a large checkpoint.keep_last"
         ) from error
+
+
+def _checkpoint_at(recorded: RecordedStep, step: int) -> Checkpoint:
+    """The one that holds the policy at this step of its own."""
+    number = _saved(recorded).get(step) if recorded.run_file.policies else step
+    if number is None:
+        raise CheckpointError(f"no checkpoint holds policy {recorded.policy!r} at that step")
+    return _store(recorded.run_dir).at(number)
 
 
 def _saved(recorded: RecordedStep) -> dict[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from paceline.config import RunFile
 from paceline.observe.console import make_progress
+from paceline.observe.ledger import Ledger
 from paceline.observe.recorder import Recorder
 from paceline.observe.samples import SampleWriter
 from paceline.observe.sinks import make_trackers
@@ -21,5 +22,6 @@ def make_recorder(run_file: RunFile, total_steps: int) -> Recorder:
         trackers=make_trackers(config, folder),
         progress=make_progress(config.console, num_steps=total_steps),
         samples=samples,
+        ledger=Ledger(folder),
         has_several=bool(run_file.policies),
     )

@@ -183,7 +183,14 @@ def _make_evals(
     snapshots = None
     if run_file.evals.background:
         snapshots = EngineSnapshots(
-            lambda: make_engine(run_file, model, text, policy=policy.name, transport="copy")
+            lambda: make_engine(
+                run_file,
+                model,
+                text,
+                policy=policy.name,
+                transport="copy",
+                version=policy.trainer.version,
+            )
         )
     return EvalDispatcher(run_file.evals, evaluate, snapshots)
 

@@ -101,6 +101,10 @@ def inspect(
             "PROMPT/EPISODE/ROW. Default: the first that was trained on.",
         ),
     ] = None,
+    ledger: Annotated[
+        bool,
+        typer.Option("--ledger", help="Instead: what became of every prompt over the whole run."),
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Show samples of a step with their rewards: the best, the worst, or all of a prompt.
@@ -109,6 +113,9 @@ def inspect(
     (behaviour), before (old) and after the step (new), ratio new / old, advantage, weight in the
     loss and loss of each token; below, what they are made of. Old and new log-probs need the
     checkpoints of the step before and of the step.
+
+    With --ledger, how often each prompt was drawn, dropped and trained on, at which versions of the
+    weights, and what is sampled ahead; exit code 1 if a draw was trained on twice, or lost.
 
     [bold]Examples[/bold]
 
@@ -121,9 +128,14 @@ def inspect(
     [cyan]paceline inspect runs/demo --eval heldout --step 40[/cyan]
 
     [cyan]paceline inspect runs/demo --step 40 --numbers --sample add-17/2[/cyan]
+
+    [cyan]paceline inspect runs/demo --ledger[/cyan]
     """
     if not run.is_dir():
         raise ConfigError(f"there is no folder {run}: name the folder of a run, such as runs/demo")
+    if ledger:
+        _show_ledger(run, policy)
+        return
     if (sample is not None or overrides) and not numbers:
         raise ConfigError("--sample and KEY=VALUE go with --numbers; see --prompt for all of one")
     if numbers:
@@ -133,6 +145,16 @@ def inspect(
         return
     folder = _samples_folder(run, eval_set, policy)
     _show_samples(folder, step, prompt, role, best=best, worst=worst, first=first)
+
+
+def _show_ledger(run: Path, policy: str | None) -> None:
+    from paceline.cli.ledger import describe_account, read_accounts
+
+    accounts = read_accounts(run, policy)
+    typer.echo("\n\n".join("\n".join(describe_account(account)) for account in accounts))
+    violations = [f"{one.policy}: {text}" for one in accounts for text in one.violations]
+    if violations:
+        raise DataError(f"{run}: the ledger does not come out even.\n" + "\n".join(violations))
 
 
 def _show_numbers(

@@ -14,6 +14,7 @@ from paceline.explain import explain
 
 if TYPE_CHECKING:
     from paceline.rollout.reward_check import Answer, CheckedAnswer
+    from paceline.rollout.role_settings import RoleConfig
 
 
 def check(
@@ -38,32 +39,60 @@ def check(
 
 def summary(run_file: RunFile, path: Path) -> str:
     """What a run would do, in a few lines."""
-    run, rollout, trainer = run_file.run, run_file.rollout, run_file.trainer
+    run = run_file.run
     if run.num_epochs is not None:
         length = f"{run.num_epochs} epochs"
     else:
         length = f"{run.num_steps} steps" if run.num_steps else "evals only"
-    kind = getattr(run_file.algorithm, "kind", "")
+    is_started = any((run_file.run_dir / "checkpoints").glob("step-*"))
+    goes_on = ", which has checkpoints to go on from" if is_started else ""
+    rows = [("run", f"{run.name}: {length}, files in {run_file.run_dir}{goes_on}")]
+    if run_file.policies:
+        rows += [(name, _policy(run_file, name)) for name in run_file.policies]
+        rows += [("roles", ", ".join(_role(role, by) for role, by in run_file.cast.items()))]
+    else:
+        rows += [("model", _model(run_file)), ("learns", _learns(run_file))]
+    sources = [source.label for source in run_file.data.all_sources] if run_file.data else []
+    every = run_file.checkpoint.every
+    rows += [
+        ("data", ", ".join(sources) or "given in Python"),
+        ("evals", ", ".join(eval_set.name for eval_set in run_file.evals.sets) or "none"),
+        ("saves", f"every {every} steps" if every != "never" else "never"),
+    ]
+    width = max(7, *(len(name) for name, _ in rows))
+    lines = [f"{path} is right."]
+    return "\n".join([*lines, *(f"  {name:<{width}} {text}" for name, text in rows)])
+
+
+def _model(run_file: RunFile) -> str:
+    return f"{run_file.model.path} ({run_file.model.dtype})"
+
+
+def _learns(run_file: RunFile) -> str:
+    rollout, trainer = run_file.rollout, run_file.trainer
     updates = trainer.updates_per_step * trainer.epochs_per_step
     answers = f" x {rollout.samples_per_prompt} answers"
     if not run_file.algorithm.learns_from_rollouts:
         answers = ""
-    sources = [source.label for source in run_file.data.all_sources] if run_file.data else []
-    is_started = any((run_file.run_dir / "checkpoints").glob("step-*"))
-    goes_on = ", which has checkpoints to go on from" if is_started else ""
-    rows = {
-        "run": f"{run.name}: {length}, files in {run_file.run_dir}{goes_on}",
-        "model": f"{run_file.model.path} ({run_file.model.dtype})",
-        "data": ", ".join(sources) or "given in Python",
-        "learns": f"{kind}: {rollout.prompts_per_step} prompts{answers} a step, {updates} "
-        f"update{'s' if updates > 1 else ''} with lr {trainer.lr:g}",
-        "evals": ", ".join(eval_set.name for eval_set in run_file.evals.sets) or "none",
-        "saves": f"every {run_file.checkpoint.every} steps"
-        if run_file.checkpoint.every != "never"
-        else "never",
-    }
-    lines = [f"{path} is right."]
-    return "\n".join([*lines, *(f"  {name:<8}{text}" for name, text in rows.items())])
+    return (
+        f"{getattr(run_file.algorithm, 'kind', '')}: {rollout.prompts_per_step} prompts{answers} "
+        f"a step, {updates} update{'s' if updates > 1 else ''} with lr {trainer.lr:g}"
+    )
+
+
+def _policy(run_file: RunFile, name: str) -> str:
+    view = run_file.view(name)
+    if not run_file.policies[name].learns:
+        return f"{_model(view)}, does not learn"
+    leads = ", leads" if name == run_file.leader else ""
+    own = ", on data of its own" if run_file.policies[name].data is not None else ""
+    return f"{_model(view)}, {_learns(view)}{own}{leads}"
+
+
+def _role(role: str, by: RoleConfig) -> str:
+    if by.policy is not None:
+        return role if role == by.policy else f"{role} (by {by.policy})"
+    return f"{role} (by {f'earlier {by.past}' if by.past else by.url})"
 
 
 def explain_key(

@@ -241,7 +241,7 @@ class Buffer:
             "step": self.trained_step,
             "awaited": sorted([*self._awaited, *self._running_ordinals()]),
             "ready": [[t.draw.ordinal, t.draw.epoch, t.admitted] for t in tickets],
-            "dropped": [[d.ordinal, d.reason, d.group is not None] for d in dropped],
+            "dropped": [[d.ordinal, d.prompt, d.reason, d.group is not None] for d in dropped],
             "stragglers": num_stragglers,
         }
 
@@ -275,8 +275,8 @@ class Buffer:
                 for ordinal, epoch, admitted in state["ready"]
             ]
             dropped = [
-                Dropped(int(ordinal), str(reason), read(ordinal) if is_kept else None)
-                for ordinal, reason, is_kept in state["dropped"]
+                Dropped(int(ordinal), str(prompt), str(reason), read(ordinal) if is_kept else None)
+                for ordinal, prompt, reason, is_kept in state["dropped"]
             ]
             awaited = {int(ordinal) for ordinal in state["awaited"]}
             num_stragglers = int(state["stragglers"])
@@ -378,8 +378,8 @@ class Buffer:
         return self._tickets.pop(ordinal)
 
     def _drop(self, ordinal: int, reason: str, group: Group | None) -> None:
-        self._remove(ordinal)
-        insort(self._dropped, Dropped(ordinal, reason, group), key=lambda lost: lost.ordinal)
+        lost = Dropped(ordinal, self._remove(ordinal).draw.prompt.name, reason, group)
+        insort(self._dropped, lost, key=lambda lost: lost.ordinal)
         self._tell("dropped", ordinal, self.trained_step, reason)
 
     def _tell(self, kind: EventKind, ordinal: int, step: int, reason: str = "") -> None:

@@ -29,6 +29,8 @@ class Dropped:
     """A draw that was used but is not trained on."""
 
     ordinal: int
+    prompt: str
+    """Name of its prompt: `types.Prompt.name`."""
     reason: str
     group: Group | None
     """None where it was not sampled to its end, or is not worth its memory."""

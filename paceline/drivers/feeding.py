@@ -34,6 +34,10 @@ class FromFeed:
         is_partner = isinstance(other, FromFeed) and other.feed is self.feed
         return is_partner and other.is_starved and self.feed.buffers[self.policy].num_free == 0
 
+    @property
+    def lost_tokens(self) -> int:
+        return self.feed.lost_tokens(self.policy)
+
     async def collect(self, step: int) -> RolloutBatch:
         return await self.feed.take(self.policy)
 

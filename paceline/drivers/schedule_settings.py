@@ -24,7 +24,9 @@ class ScheduleConfig(Config):
     pause: PauseMode = "finish"
     """What a publish means for answers under way. `finish`: wait for them. `keep`: go on with the
     new weights and the old KV cache. `recompute`: go on with a cache made anew. `abort`: end them
-    as failed."""
+    where they are and ask for the rest at once, so that they queue again and go on from the tokens
+    they have, with a cache made anew. But for `finish`, an answer may hold tokens of several
+    versions (`rollout/mixed_versions`)."""
     on_full: Literal["wait", "drop_oldest"] = "wait"
     """What this policy does to episodes that it shares with faster ones. `wait`: nothing is
     sampled that it has no room for. `drop_oldest`: the others never wait for it; of its own

@@ -10,6 +10,7 @@ from paceline.checkpoint import PolicyProgress, RunState
 from paceline.drivers.run import Run
 from paceline.errors import DataError, RolloutError
 from paceline.evals import EvalResult
+from paceline.observe.ledger import Entry
 from paceline.rollout.batch import RolloutBatch
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,10 @@ async def start(run: Run) -> None:
     run.first_step = run.step + 1
     run.board.restored(run.policy.name, run.step)
     name, version = run.policy.name, run.policy.trainer.version
-    run.recorder.event("start", policy=name, after_step=run.step, version=version)
+    run.recorder.event(
+        "start", policy=name, after_step=run.step, version=version,
+        lost_tokens=run.supply.lost_tokens,
+    )  # fmt: skip
     await publish(run, run.step)
     if run.step == 0:
         if run.cadence.eval_first:
@@ -61,6 +65,8 @@ async def collect(run: Run, step: int) -> RolloutBatch:
         batch = await run.supply.collect(step)
     run.epoch_ended = run.cadence.counts_epochs and run.supply.epoch > epoch
     run.recorder.log(run.policy.name, batch.metrics)
+    if not batch.groups:
+        _account(run, run.step, batch)  # there will be no step to tell of what was dropped
     return batch
 
 
@@ -76,6 +82,7 @@ async def learn(run: Run, step: int, batch: RolloutBatch) -> None:
         metrics.merge(past.learned(batch.groups))
     run.supply.learned()
     run.board.trained(run.policy.name, step)
+    _account(run, step, batch)
     run.recorder.log(run.policy.name, metrics)
     unused = [*batch.dropped, *((group, "surplus") for group in batch.discarded)]
     run.recorder.samples(step, run.policy.name, batch.groups, credit.advantages, unused)
@@ -83,6 +90,18 @@ async def learn(run: Run, step: int, batch: RolloutBatch) -> None:
     run.last_samples = [sample for group in batch.groups for sample in group.samples(own)]
     run.trained_tokens += sum(sample.num_trained_tokens for sample in run.last_samples)
     batch.groups.clear()
+
+
+def _account(run: Run, step: int, batch: RolloutBatch) -> None:
+    """Write down what became of the prompts that the step has used."""
+    entry = Entry(run.policy.name, step, run.policy.trainer.version)
+    entry.trains(batch.groups)
+    for group, reason in batch.dropped:
+        entry.drops(group, reason)
+    for draw, prompt, reason in batch.lost:
+        entry.loses(draw, prompt, reason)
+    entry.returns(batch.discarded)
+    run.recorder.account(entry)
 
 
 async def save_if_due(run: Run, step: int) -> None:
@@ -160,7 +179,7 @@ async def save(run: Run, step: int) -> None:
     With several policies no weights may change meanwhile: the caller holds the gate.
     """
     members = {member.policy.name: member for member in (run, *run.others)}
-    waits_for_eval = run.is_eval_due(step) and run.evaluated_step != step
+    waits_for_eval = step > run.step and run.is_eval_due(step)
     with _phase(run, "save", "saving"), run.store.staging(step) as staged:
         for name, member in members.items():
             folder, critic = staged.policy_folder(name), member.policy.critic

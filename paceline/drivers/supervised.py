@@ -37,6 +37,7 @@ def _group(draw: Draw, renderer: Renderer, policy: str) -> Group:
         logprobs=[0.0] * num_tokens,
         versions=[NO_VERSION] * num_tokens,
         status=Status.COMPLETED,
+        role=policy,
         text=completion,
         finish="stop",
     )

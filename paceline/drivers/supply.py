@@ -32,6 +32,10 @@ class Supply(Protocol):
     async def collect(self, step: int) -> RolloutBatch:
         """The groups of a step; none, or fewer than usual, at the end of the data."""
 
+    @property
+    def lost_tokens(self) -> int:
+        """Tokens sampled before a restart for prompts that begin anew."""
+
     def learned(self) -> None:
         """The batch that was collected last has been trained on."""
 
@@ -68,6 +72,10 @@ class Pull:
 
     def holds_up(self, other: Supply) -> bool:
         return False
+
+    @property
+    def lost_tokens(self) -> int:
+        return 0
 
     async def collect(self, step: int) -> RolloutBatch:
         self._before = self.stream.state()

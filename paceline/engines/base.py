@@ -81,9 +81,16 @@ class CutSignal:
             del self._listeners[key]
 
 
+@dataclass(slots=True)
+class Progress:
+    """How far answers have come that nobody has got yet. An engine may leave it alone."""
+
+    num_tokens: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One answer to be sampled."""
+    """One answer to be sampled, or the rest of one."""
 
     tokens: Sequence[int]
     sampling: Sampling
@@ -93,6 +100,11 @@ class Request:
     """Requests of one group share a prompt: a hint for prefix reuse and routing."""
     cut: CutSignal | None = None
     """Ends the answer early; an engine that does not know how may leave it alone."""
+    num_sampled: int = 0
+    """So many of the last `tokens` are the answer's own, sampled before: they count for
+    `max_tokens` and for stop texts, and its randomness goes on after them."""
+    progress: Progress | None = None
+    """Counts the tokens as they are made."""
 
 
 @dataclass(slots=True)
@@ -108,6 +120,8 @@ class Completion:
     """The stop text or end token that matched."""
     cause: str | None = None
     """Why it was aborted."""
+    can_go_on: bool = False
+    """Of an aborted one: the rest may be asked for, with these tokens at the request's end."""
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -122,6 +136,9 @@ class EmbeddedEngineConfig(Config):
     """Most tokens of prompt plus answer; default: what the run can need, at most the model's."""
     max_prefill_tokens: Annotated[int, Field(ge=1)] = 8192
     """Most prompt tokens, padding included, computed at one time."""
+    graphs: bool = True
+    """On a GPU: capture decode steps as CUDA graphs, which small models gain several times the
+    speed from. Costs some memory, and a moment for each new size of a step."""
     weights: Literal["auto", "shared", "copy"] = "auto"
     """`shared`: the trainer's own parameters, publishing is free. `copy`: parameters of its own,
     so that sampling may overlap training. `auto`: shared where nothing overlaps."""

@@ -78,6 +78,7 @@ class EmbeddedEngine:
             max_prefill_tokens=config.max_prefill_tokens,
             version=version,
             tokenizer=tokenizer,
+            graphs=config.graphs,
         )
         self._serving = Serving(
             self._batch,
@@ -174,6 +175,8 @@ class EmbeddedEngine:
     def _free(self, parts: frozenset[Part]) -> None:
         if "kv_cache" in parts:
             self._batch.drop_cache()
+        if "graphs" in parts:
+            self._batch.drop_graphs()
         if "weights" in parts and self._weights is not None:
             self._weights.drop()
         if self._model.device.type == "cuda":
@@ -189,7 +192,7 @@ class EmbeddedEngine:
     async def aclose(self) -> None:
         """End the background task, fail what waits, free the memory. Idempotent."""
         await self._serving.close()
-        self._free(frozenset({"kv_cache", "weights"}))
+        self._free(frozenset({"kv_cache", "weights", "graphs"}))
 
     def _suspend(self) -> None:
         self._serving.suspend(bool(self._asleep) or self._lacks_weights)

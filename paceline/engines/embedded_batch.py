@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from paceline.engines.embedded_cache import SlotCache, row_index
-from paceline.engines.embedded_model import CachedModel, Prefill, plan_batches
+from paceline.engines.embedded_graphs import DecodeGraphs
+from paceline.engines.embedded_model import CachedModel, Prefill, plan_batches, step_inputs
 from paceline.engines.embedded_queue import Generation
 from paceline.engines.embedded_sampler import IntArray, RowSettings, row_settings, sample, uniforms
 
@@ -62,7 +63,9 @@ class Batch:
         max_prefill_tokens: int,
         version: int,
         tokenizer: Any,
+        graphs: bool = True,
     ) -> None:
+        """graphs: capture decode steps as graphs, where the device is a GPU."""
         self.version = version
         """Stamped on each token; changed by the engine between jobs."""
         self.is_interrupted = False
@@ -81,6 +84,14 @@ class Batch:
         self._settings: RowSettings | None = None
         self._seen: dict[Generation, Tensor] = {}
         self._prefixes: dict[bytes, tuple[Prefill, int, int]] = {}
+        self._graphs: DecodeGraphs | None = None
+        self._addresses: tuple[int, ...] = ()
+        if graphs and model.device.type == "cuda":
+            self._graphs = DecodeGraphs(
+                lambda inputs_3N, longest: model.step(self.cache, inputs_3N, longest),
+                model.device,
+                max_batch,
+            )
         self._token = np.zeros(max_batch, np.int64)
         self._position = np.zeros(max_batch, np.int64)
         self._count = np.zeros(max_batch, np.int64)
@@ -100,6 +111,8 @@ class Batch:
 
         If a sequence was cut, the step is left for the next job. Returns the sequences that ended.
         """
+        if self._graphs is not None:
+            self._addresses = self._model.addresses
         with self._model.evaluating():
             self._free_cancelled()
             finished = self._end_cut()
@@ -128,6 +141,11 @@ class Batch:
     def forget_prefixes(self) -> None:
         """Drop prompts computed ahead; none may be used under other weights."""
         self._prefixes.clear()
+
+    def drop_graphs(self) -> None:
+        """Free the captured decode steps; they are captured anew when they are needed."""
+        if self._graphs is not None:
+            self._graphs.drop()
 
     def drop_cache(self) -> None:
         """Free all keys and values; running sequences are computed anew at the next job."""
@@ -225,7 +243,7 @@ class Batch:
             self._rows.append(sequence)
         sampling = sequence.request.sampling
         self._position[slot] = len(sequence.prompt) - 1
-        self._count[slot] = 0
+        self._count[slot] = sequence.request.num_sampled
         self._stream[slot] = sequence.stream
         self._sampling[:, slot] = (
             sampling.temperature,
@@ -287,10 +305,17 @@ class Batch:
             self._settings = row_settings(self._sampling[:, :n], self._model.device)
         # Before the forward: on a GPU each transfer waits for what was launched.
         uniform_N = self._uniforms(slice(n))
-        logits_NV = self._model.decode(self.cache, self._token[:n], self._position[:n], longest)
+        logits_NV = self._decode(n, longest)
         self.counts.decode_steps += 1
         self.counts.decode_tokens += n
         return self._draw(logits_NV, list(range(n)), self._settings, uniform_N)
+
+    def _decode(self, n: int, longest: int) -> Tensor:
+        if self._graphs is None:
+            return self._model.decode(self.cache, self._token[:n], self._position[:n], longest)
+        self._graphs.check((self.cache.generation, self._addresses))
+        inputs_3N = step_inputs(self._token[:n], self._position[:n], self.cache.capacity)
+        return self._graphs.step(inputs_3N, longest, self.cache.capacity)
 
     def _uniforms(self, index: Any) -> Tensor:
         drawn = uniforms(self._stream[index], self._count[index])
@@ -336,6 +361,8 @@ class Batch:
         sequence.tokens.append(token)
         sequence.logprobs.append(logprob)
         sequence.versions.append(self.version)
+        if sequence.request.progress is not None:
+            sequence.request.progress.num_tokens += 1
         if token in sequence.end_ids:
             sequence.finish, sequence.matched = "stop", token
         elif sequence.stop and (text := self._stop_text(sequence)) is not None:
@@ -349,8 +376,9 @@ class Batch:
         if not self._owns_tokenizer:
             # Fast tokenizers may not be used from two threads at one time.
             self._tokenizer, self._owns_tokenizer = copy.deepcopy(self._tokenizer), True
+        tokens = [*sequence.before, *sequence.tokens[-sequence.stop_window :]]
         tail = self._tokenizer.decode(
-            sequence.tokens[-sequence.stop_window :],
+            tokens[-sequence.stop_window :],
             skip_special_tokens=False,
             clean_up_tokenization_spaces=False,
         )

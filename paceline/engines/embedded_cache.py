@@ -53,6 +53,8 @@ class SlotCache(Cache):  # type: ignore[misc]
         self._blocks: Blocks = {}
         self.capacity = 0
         """Positions that each slot holds now."""
+        self.generation = 0
+        """Rises whenever the memory of the slots is another one."""
         self._index_N: Tensor | None = None
         self._num_rows = 0
         self._longest = 0
@@ -65,6 +67,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         if self._max_positions is not None:
             wanted = max(length, min(wanted, self._max_positions))
         self.capacity = -(-wanted // BLOCK_TOKENS) * BLOCK_TOKENS
+        self.generation += 1
         for layer, pair in self._blocks.items():
             self._blocks[layer] = (self._grown(pair[0]), self._grown(pair[1]))
 
@@ -103,6 +106,7 @@ class SlotCache(Cache):  # type: ignore[misc]
     def drop(self) -> None:
         """Free the memory; the next `place` takes it again."""
         self._blocks = {}
+        self.generation += 1
         self._index_N = None
         self.capacity = 0
 

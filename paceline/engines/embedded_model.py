@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from paceline.engines.embedded_attention import grouped
 from paceline.engines.embedded_cache import Blocks, PrefillCache, SlotCache, row_index
 from paceline.engines.embedded_sampler import IntArray
 from paceline.errors import EngineError
@@ -120,18 +121,27 @@ class CachedModel:
     def decode(
         self, cache: SlotCache, token_N: IntArray, position_N: IntArray, longest: int
     ) -> Tensor:
-        """Feed one token to each of the rows 0..N-1; return logits [N, V].
+        """Feed one token to each of the rows 0..N-1; return logits [N, V]."""
+        inputs_3N = step_inputs(token_N, position_N, cache.capacity)
+        return self.step(cache, torch.from_numpy(inputs_3N).to(self.device), longest)
 
-        A function of static shapes, given N and `longest`: the place to capture a graph.
+    def step(self, cache: SlotCache, inputs_3N: Tensor, longest: int) -> Tensor:
+        """One decode step of static shapes, given N and `longest`; transfers nothing.
+
+        inputs_3N: token, position and place in the cache of each row; see `step_inputs`.
         """
-        slot_N = np.arange(len(token_N)) * cache.capacity + position_N
-        inputs_3N = torch.from_numpy(np.stack((token_N, position_N, slot_N))).to(self.device)
         position_N1 = inputs_3N[1][:, None]
         cache.select(inputs_3N[2], longest)
-        logits_N1V = self._forward(
-            inputs_3N[0][:, None], position_N1, self._masks(position_N1, longest), cache
-        )
+        with grouped(self.config):
+            logits_N1V = self._forward(
+                inputs_3N[0][:, None], position_N1, self._masks(position_N1, longest), cache
+            )
         return logits_N1V[:, -1]
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Where the weights are; they move when they are dropped, or brought to the host."""
+        return tuple(parameter.data_ptr() for parameter in self.module.parameters())
 
     def score(
         self, rows: Sequence[IntArray], temperatures: Sequence[float], max_tokens: int
@@ -245,6 +255,12 @@ class CachedModel:
                 "is accepted), so it keeps state that this engine does not know. Serve it with "
                 "another engine"
             )
+
+
+def step_inputs(token_N: IntArray, position_N: IntArray, capacity: int) -> IntArray:
+    """Token, position and place in the cache of the rows 0..N-1, [3, N]."""
+    slot_N = np.arange(len(token_N)) * capacity + position_N
+    return np.stack((token_N, position_N, slot_N))
 
 
 def plan_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

@@ -43,12 +43,17 @@ class Generation:
     """Key of its random stream."""
     stop_window: int = 0
     """Tokens at the answer's end that can hold a stop text that ends now."""
+    before: list[int] = field(default_factory=list)
+    """The end of what was sampled of the answer by an earlier request."""
 
     def __post_init__(self) -> None:
         self.prompt_key = self.prompt.tobytes()
         self.stream = stream_key(self.request.seed)
         # Every token but empty ones is a byte at least; a few more for a split first character.
         self.stop_window = max((len(s.encode()) for s in self.stop), default=0) + 4
+        if self.stop and self.request.num_sampled:
+            first = max(len(self.prompt) - self.request.num_sampled, 0)
+            self.before = self.prompt[first:].tolist()[-self.stop_window :]
 
     def context(self) -> IntArray:
         """The tokens whose keys and values a slot holds: all but the newest."""
@@ -57,8 +62,9 @@ class Generation:
     def completion(self) -> Completion:
         assert self.finish is not None
         return Completion(
-            self.tokens, self.logprobs, self.versions, self.finish, self.matched, self.cause
-        )
+            self.tokens, self.logprobs, self.versions, self.finish, self.matched, self.cause,
+            can_go_on=self.finish == "abort",
+        )  # fmt: skip
 
 
 class WaitingQueue:
@@ -135,7 +141,7 @@ class Intake:
         sampling = request.sampling
         if sampling.stop and not self.has_tokenizer:
             raise EngineError("stop texts need a tokenizer, and this engine was made without one")
-        room = sampling.max_tokens
+        room = sampling.max_tokens - request.num_sampled
         if self.max_context is not None:
             room = min(room, self.max_context - len(prompt))
         end_ids = self.eos_token_ids | frozenset(sampling.stop_token_ids)

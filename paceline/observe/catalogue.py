@@ -122,6 +122,11 @@ CATALOGUE: dict[str, Meaning] = {
         "groups",
         "sum over the step",
     ),
+    "rollout/elo": Meaning(
+        "Rating of the policy against its earlier selves, 1000 at the start; see elo-<role>.json",
+        "Elo points",
+        "after the step",
+    ),
     "rollout/env/<name>": Meaning("A number of the environment", "", "mean over episodes"),
     "rollout/failed": Meaning(
         "Samples that reward, environment or engine failed", "share", "mean over samples"
@@ -130,8 +135,17 @@ CATALOGUE: dict[str, Meaning] = {
         "Samples that reward, env or engine failed, by cause", "samples", "sum over the step"
     ),
     "rollout/groups": Meaning("Groups to train on", "groups", "sum over the step"),
+    "rollout/interruptions": Meaning(
+        "Times a publish ended an answer early, which went on after it", "times", "sum over groups"
+    ),
+    "rollout/lost_tokens": Meaning(
+        "Tokens sampled before a restart for prompts that began anew", "tokens", "sum over the step"
+    ),
     "rollout/missing_groups": Meaning(
         "Groups short of rollout.prompts_per_step", "groups", "sum over the step"
+    ),
+    "rollout/mixed_versions": Meaning(
+        "Samples with tokens of several versions of the weights", "share", "mean over samples"
     ),
     "rollout/prompt_tokens": Meaning(
         "Tokens before the first answer", "tokens", "mean over samples"
@@ -181,11 +195,17 @@ CATALOGUE: dict[str, Meaning] = {
         "mean over groups",
     ),
     "rollout/staleness_max": Meaning("The most of them", "steps", "max over groups"),
+    "rollout/staleness_share/<steps>": Meaning(
+        "Groups that are so many steps old, see rollout/staleness", "share", "mean over groups"
+    ),
     "rollout/stragglers": Meaning(
         "Groups that kept the step waiting for too long", "groups", "sum over the step"
     ),
     "rollout/truncated": Meaning(
         "Answers that ended at the token limit", "share", "mean over scored samples"
+    ),
+    "rollout/unknown_versions": Meaning(
+        "Samples with tokens of which nobody knows the version", "share", "mean over samples"
     ),
     "rollout/zero_variance": Meaning(
         "Groups whose rewards are all equal", "share", "mean over scored groups"
@@ -194,6 +214,16 @@ CATALOGUE: dict[str, Meaning] = {
         "Wall time in a phase: collect, learn, save, publish, eval", "s", "sum over the step"
     ),
     "time/eval/<set>": Meaning("Wall time of the eval", "s", "the set"),
+    "time/gate_wait_s": Meaning(
+        "With several policies: the leader's wait until the others rest, to save or measure",
+        "s",
+        "sum over the step",
+    ),
+    "time/held_s": Meaning(
+        "With several policies: how long a policy was kept while the leader saved or measured",
+        "s",
+        "sum over the step",
+    ),
     "time/step_s": Meaning("Wall time since the row before this one", "s", "the step"),
     "train/advantage_abs": Meaning(
         "Size of the advantage",
@@ -234,7 +264,10 @@ CATALOGUE: dict[str, Meaning] = {
         "Tokens held by dual_clip", "share", "mean over trained tokens"
     ),
     "train/effective_sample_share": Meaning(
-        "1 / mean of the squared correction weights, before their bounds", "share", "all weights"
+        "1 / mean of the squared correction weights, before their bounds; without a correction, of "
+        "each token's ratio of the trainer's to the engine's probability",
+        "share",
+        "all weights",
     ),
     "train/empty_batches": Meaning(
         "Optimizer steps without a trained token: loss 0", "updates", "sum over the step"
@@ -266,11 +299,21 @@ CATALOGUE: dict[str, Meaning] = {
     "train/mismatch_abs": Meaning(
         "Distance of the trainer's from the engine's log-prob", "nats", "mean over trained tokens"
     ),
+    "train/mismatch_far": Meaning(
+        "Tokens that the trainer finds less than half or more than twice as likely as the engine",
+        "share",
+        "mean over trained tokens",
+    ),
     "train/mismatch_kl": Meaning(
         "k3 of KL(engine||trainer) on the sampled tokens", "nats", "mean over trained tokens"
     ),
     "train/mismatch_max": Meaning(
         "Largest distance of the trainer's from the engine's log-prob", "nats", "max over the step"
+    ),
+    "train/mismatch_ratio": Meaning(
+        "Ratio of the trainer's to the engine's probability; 1 if they agree",
+        "",
+        "mean over trained tokens",
     ),
     "train/nll": Meaning(
         "Negative log-likelihood of given tokens", "nats", "mean over trained tokens"

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 from paceline.errors import PacelineError
 from paceline.observe.files import REAL_FILES, Files, set_aside
 from paceline.observe.jsonl import JsonlFile
+from paceline.observe.ledger import Entry, Ledger
 from paceline.observe.metrics import Metrics
 from paceline.observe.samples import SampleWriter, policy_names
 from paceline.observe.sinks import Sink
@@ -51,6 +52,7 @@ class Recorder:
         trackers: Sequence[Sink] = (),
         progress: Progress | None = None,
         samples: SampleWriter | None = None,
+        ledger: Ledger | None = None,
         has_several: bool = False,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
@@ -63,6 +65,7 @@ class Recorder:
         self._progress = progress
         self._sinks = [*trackers, *([progress] if progress is not None else [])]
         self._samples = samples
+        self._ledger = ledger
         self._has_several = has_several
         self._files = files
         self._clock = clock
@@ -88,6 +91,8 @@ class Recorder:
         if not steps:
             self._set_aside()
         rows = self._rows.keep(lambda row: row["step"] <= steps.get(row["policy"], -1))
+        if self._ledger is not None:
+            self._ledger.start(steps)
         self._last_step = {row["policy"]: row["step"] for row in rows}
         self._numbers, self._open_step, self._row_began = {}, {}, {}
         self._began = self._clock()
@@ -106,6 +111,8 @@ class Recorder:
     def _set_aside(self) -> None:
         """What a former start left is somebody's work, even if nothing was saved."""
         left = [self._rows.path]
+        if self._ledger is not None:
+            left.append(self._ledger.path)
         if self._samples is not None and self._samples.has_files():
             left.append(self._samples.folder)
         try:
@@ -185,6 +192,11 @@ class Recorder:
         if self._samples is not None:
             writer = self._samples.of_policy(policy) if self._has_several else self._samples
             writer.write(step, groups, advantages, policy=policy, dropped=dropped)
+
+    def account(self, entry: Entry) -> None:
+        """Keep what became of the prompts of a step, before it is saved."""
+        if self._ledger is not None:
+            self._ledger.write(entry)
 
     def eval_samples(self, step: int, name: str, groups: Sequence[Group]) -> None:
         """Keep the answers to an eval set, if `[observe]` asks for samples; none, no file."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.engines.base import Completion, CutSignal, Engine, Request, Sampling
+from paceline.engines.base import Completion, CutSignal, Engine, Progress, Request, Sampling
 from paceline.errors import EngineError, RolloutError
 from paceline.rollout.env import Reply
 from paceline.rollout.renderer import Renderer
@@ -62,6 +62,7 @@ class Row:
     finish: str = ""
     cause: str | None = None
     is_busy: bool = False
+    interruptions: int = 0
 
     def __post_init__(self) -> None:
         self.answer_start = len(self.tokens)
@@ -124,6 +125,12 @@ class RecordingActor:
         self._seed = seed
         self._cut = cut
         self._num_calls = 0
+        self._progress = Progress()
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that were made for the role so far, also those of answers under way."""
+        return self._progress.num_tokens
 
     @property
     def learns(self) -> bool:
@@ -139,18 +146,8 @@ class RecordingActor:
         self._num_calls += 1
         row = self._row_for(context)
         row.is_busy = True
-        request = Request(
-            tokens=list(row.tokens),
-            sampling=self.seat.sampling,
-            seed=seed,
-            group=f"{self.seat.policy}/{self._draw.ordinal}",
-            cut=self._cut,
-        )
         try:
-            if self._cut is not None and self._cut.is_set:
-                completion = Completion([], [], [], "length")
-            else:
-                completion = await self.seat.engine.generate(request)
+            completion = await self._answer(row, seed)
         except EngineError as exc:
             if isinstance(exc.__cause__, Exception):
                 self.fatal = exc.__cause__
@@ -165,6 +162,32 @@ class RecordingActor:
         reply = self._reply(completion)
         row.said = _with_reply(_conversation(context), reply.text)
         return reply
+
+    async def _answer(self, row: Row, seed: int) -> Completion:
+        """The whole answer. Where a publish ends it early, the rest is asked for: the tokens so
+        far stay, with their log-probs and versions, and new weights go on from them."""
+        answer = Completion([], [], [], "length")
+        while self._cut is None or not self._cut.is_set:
+            request = Request(
+                tokens=[*row.tokens, *answer.tokens],
+                sampling=self.seat.sampling,
+                seed=seed,
+                group=f"{self.seat.policy}/{self._draw.ordinal}",
+                cut=self._cut,
+                num_sampled=len(answer.tokens),
+                progress=self._progress,
+            )
+            part = await self.seat.engine.generate(request)
+            if answer.tokens:
+                part.tokens = answer.tokens + part.tokens
+                part.logprobs = answer.logprobs + part.logprobs
+                part.versions = answer.versions + part.versions
+            if not part.can_go_on:
+                return part
+            row.interruptions += 1
+            answer = part
+        answer.finish, answer.cause = "length", None
+        return answer
 
     def samples(self) -> list[Sample]:
         """One sample a row; one with only the prompt if nothing was said. Not scored yet."""
@@ -200,6 +223,7 @@ class RecordingActor:
             cause="engine/abort" if is_aborted else None,
             detail=row.cause or "",
             label=self.seat.label,
+            interruptions=row.interruptions,
         )
 
     def _row_for(self, context: Prompt | str | Sequence[Message]) -> Row:

@@ -51,6 +51,8 @@ class RolloutBatch:
     """Surplus of over-sampling: their prompts went back to the stream."""
     is_exhausted: bool = False
     """The stream has no more prompts."""
+    lost: list[tuple[int, str, str]] = field(default_factory=list)
+    """(draw, its prompt's name, reason) of those that were dropped and have no group to show."""
 
 
 async def collect_batch(

@@ -26,7 +26,13 @@ from paceline.deadline import result_of, stop
 from paceline.errors import CheckpointError, ConfigError, ResumeMismatchError
 from paceline.rollout.batch import RolloutBatch
 from paceline.rollout.feed_batch import batch_of
-from paceline.rollout.feed_seams import DrawStream, GroupBuffer, GroupRunner, cuts_short
+from paceline.rollout.feed_seams import (
+    DrawStream,
+    GroupBuffer,
+    GroupRunner,
+    counts_tokens,
+    cuts_short,
+)
 from paceline.rollout.settle import Streaks, is_absent, settle
 from paceline.rollout.straggler import Straggler, StragglerWatch
 from paceline.types import Draw, Group, JsonValue
@@ -96,6 +102,7 @@ class Feed:
         self._plays: list[_Play] = []
         self._stopping: set[asyncio.Task[list[Group]]] = set()
         self._num_holds = 0
+        self._lost_tokens: dict[str, int] = {}
         self._is_exhausted = False
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
@@ -139,12 +146,18 @@ class Feed:
             taken, policy, self._runner.config, batch=n or self.buffers[policy].batch,
             can_drop_oldest=self.buffers[policy].on_full == "drop_oldest",
             has_stragglers=self._straggler.after_s is not None,
+            max_staleness=self.buffers[policy].max_staleness,
+            lost_tokens=self._lost_tokens.pop(policy, 0),
         )  # fmt: skip
 
     def epoch(self, policy: str) -> int:
         """Epochs of which this policy has taken, or dropped, every draw."""
         first = self.buffers[policy].first_epoch
         return self._stream.epoch if first is None else min(first, self._stream.epoch)
+
+    def lost_tokens(self, policy: str) -> int:
+        """Tokens of a policy that were sampled before a restart for draws that begin anew."""
+        return self._lost_tokens.get(policy, 0)
 
     def is_exhausted(self, policy: str) -> bool:
         """True if no further batch will come for this policy."""
@@ -173,8 +186,10 @@ class Feed:
         """Cursor and buffers as JSON values: what is being sampled is in it as not drawn yet."""
         groups: dict[str, JsonValue] = {}
         buffers = {name: buffer.state(groups) for name, buffer in self.buffers.items()}
+        under_way = self._runner.tokens_under_way() if counts_tokens(self._runner) else {}
         return {
             "version": STATE_VERSION,
+            "tokens_under_way": {name: under_way.get(name, 0) for name in self.buffers},
             "stream": self._stream.state(self.in_flight),
             "groups": groups,
             "buffers": buffers,
@@ -203,6 +218,7 @@ class Feed:
         if not isinstance(state.get("stream"), Mapping):
             raise CheckpointError("the state of the buffers is damaged: it holds no data cursor")
         self._stream.restore(state["stream"])
+        self._lost_tokens = dict(state.get("tokens_under_way", {}))
         known: dict[str, Group] = {}
         for name, buffer in self.buffers.items():
             buffer.restore(saved[name], groups, known, step=steps[name])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+from paceline.observe.metrics import Metrics
 from paceline.rollout.batch import RolloutBatch
 from paceline.rollout.feed_seams import TakenGroups
 from paceline.rollout.settings import RolloutConfig
@@ -19,6 +21,8 @@ def batch_of(
     batch: int,
     can_drop_oldest: bool,
     has_stragglers: bool,
+    max_staleness: int,
+    lost_tokens: int,
 ) -> RolloutBatch:
     """The batch of one policy. Groups are shared with other policies and left as they are."""
     dropped = [(lost.group, lost.reason) for lost in taken.dropped if lost.group is not None]
@@ -34,15 +38,37 @@ def batch_of(
         metrics.sum(f"rollout/dropped_groups/{reason}", reasons.count(reason))
     if has_stragglers:
         metrics.sum("rollout/stragglers", taken.num_stragglers)
-    metrics.mean_of("rollout/staleness", taken.staleness)
-    if taken.staleness:
-        metrics.max("rollout/staleness_max", max(taken.staleness))
+    if max_staleness > 0 or can_drop_oldest:
+        metrics.sum("rollout/lost_tokens", lost_tokens)
+    _add_staleness(metrics, taken.staleness, max_staleness)
+    _add_versions(metrics, taken.groups, policy)
     metrics.max("rollout/buffer_groups", taken.num_ready)
     groups = taken.groups
     if config.truncated == "mask":
         groups = [_masked(group, policy) for group in groups]
     # A list of its own: whoever has learned from the groups clears it.
-    return RolloutBatch(list(groups), metrics, dropped, is_exhausted=taken.is_exhausted)
+    lost = [(one.ordinal, one.prompt, one.reason) for one in taken.dropped if one.group is None]
+    return RolloutBatch(
+        list(groups), metrics, dropped, is_exhausted=taken.is_exhausted, lost=lost
+    )  # fmt: skip
+
+
+def _add_staleness(metrics: Metrics, staleness: Sequence[int], max_staleness: int) -> None:
+    metrics.mean_of("rollout/staleness", staleness)
+    if staleness:
+        metrics.max("rollout/staleness_max", max(staleness))
+    for steps in range(max_staleness + 1):
+        metrics.mean_of(f"rollout/staleness_share/{steps}", [s == steps for s in staleness])
+
+
+def _add_versions(metrics: Metrics, groups: Sequence[Group], policy: str) -> None:
+    """How many answers are of several weights, and of how many nobody knows of which."""
+    for sample in (sample for group in groups for sample in group.samples(policy)):
+        versions = {v for v, is_own in zip(sample.versions, sample.mask, strict=True) if is_own}
+        if versions:
+            metrics.mean("rollout/mixed_versions", len(versions - {NO_VERSION}) > 1)
+            metrics.mean("rollout/unknown_versions", NO_VERSION in versions)
+        metrics.sum("rollout/interruptions", sample.interruptions)
 
 
 def _masked(group: Group, policy: str) -> Group:

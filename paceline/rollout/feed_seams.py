@@ -56,8 +56,25 @@ def cuts_short(runner: GroupRunner) -> TypeGuard[CutsShort]:
     return callable(getattr(runner, "cut_short", None))
 
 
+class CountsTokens(GroupRunner, Protocol):
+    """A runner that knows what a kill would lose."""
+
+    def tokens_under_way(self) -> dict[str, int]:
+        """Policy -> tokens that it has sampled for draws that are still being collected."""
+
+
+def counts_tokens(runner: GroupRunner) -> TypeGuard[CountsTokens]:
+    return callable(getattr(runner, "tokens_under_way", None))
+
+
 class LostDraw(Protocol):
     """A draw that was used but is not trained on; `data.tickets.Dropped`."""
+
+    @property
+    def ordinal(self) -> int: ...
+
+    @property
+    def prompt(self) -> str: ...
 
     @property
     def reason(self) -> str: ...
@@ -93,6 +110,9 @@ class GroupBuffer(Protocol):
 
     @property
     def batch(self) -> int: ...
+
+    @property
+    def max_staleness(self) -> int: ...
 
     @property
     def on_full(self) -> Literal["wait", "drop_oldest"]: ...

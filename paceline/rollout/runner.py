@@ -84,6 +84,8 @@ class Runner:
         self._run_seed = run_seed
         self._purpose = purpose
         self._cuts: dict[int, CutSignal] = {}
+        self._actors: dict[int, list[RecordingActor]] = {}
+        """By draw: whoever speaks, or has spoken, in what is being collected."""
 
     @classmethod
     def single(
@@ -129,11 +131,13 @@ class Runner:
         cuts = {draw.ordinal: CutSignal() for draw in draws}
         places = [_Place(draw, i, cuts[draw.ordinal]) for draw in draws for i in range(count)]
         self._cuts |= cuts
+        self._actors |= {ordinal: [] for ordinal in cuts}
         try:
             episodes = await self._play_all(places, seats, step)
         finally:
             for ordinal in cuts:
                 del self._cuts[ordinal]
+                del self._actors[ordinal]
         return [
             Group(draw.prompt, episodes[i * count : (i + 1) * count], draw.ordinal)
             for i, draw in enumerate(draws)
@@ -149,6 +153,14 @@ class Runner:
         if cut is not None:
             cut.set()
         return cut is not None
+
+    def tokens_under_way(self) -> dict[str, int]:
+        """Policy -> tokens that it has sampled for draws that are still being collected."""
+        found = dict.fromkeys(self.policies, 0)
+        for actor in (actor for actors in self._actors.values() for actor in actors):
+            if actor.learns:
+                found[actor.seat.policy] += actor.num_sampled
+        return found
 
     async def _play_all(
         self, places: Sequence[_Place], seats: Mapping[str, AnySeat], step: int
@@ -189,7 +201,10 @@ class Runner:
         retry = ("retry", place.attempt) if place.attempt else ()
         of_role = () if role == player.policy else ("role", role)
         seed = partial(self._turn_seed, (player.policy, *where, *retry, *of_role))
-        return player.actor(role, draw, episode=place.index, seed=seed, cut=place.cut)
+        actor = player.actor(role, draw, episode=place.index, seed=seed, cut=place.cut)
+        if isinstance(actor, RecordingActor):
+            self._actors[draw.ordinal].append(actor)
+        return actor
 
     def _turn_seed(self, keys: tuple[str | int, ...], turn: int) -> int:
         return derive_seed(self._run_seed, *keys, *((turn,) if turn else ()))

@@ -37,4 +37,5 @@ class Receiver(Protocol):
 
 PauseMode = Literal["finish", "keep", "recompute", "abort"]
 """What happens to running requests while weights change: let them end, freeze them and keep their
-KV cache, freeze them and compute it anew, or end them with what they have."""
+KV cache, freeze them and compute it anew, or end them with what they have, to be asked for again
+from there."""

@@ -35,7 +35,7 @@ def run(folder: Path, *overrides: str, text: str = LOADED) -> Path:
         make_teacher(folder / "teacher")
     tiny_model(seed=1, vocab=VOCAB).save_pretrained(folder / "student")
     tiny_tokenizer().save_pretrained(folder / "student")
-    return train_run(folder, "model.path=student", *overrides, text=text)
+    return train_run(folder, "model.path=student", "trainer.device=cpu", *overrides, text=text)
 
 
 def make_teacher(folder: Path, **settings: Any) -> Any:
@@ -93,7 +93,7 @@ def test_a_student_comes_near_its_teacher_without_any_reward(tmp_path: Path, top
     )
     before = reverse_kl(tiny_model(seed=1, vocab=VOCAB), teacher, prompts)
     after = reverse_kl(student, teacher, prompts)
-    assert before > 0.3
+    assert before > 0.2
     assert after < 0.5 * before
     found = rows(run_dir)
     kl = [row["train/kl_teacher"] for row in found]
@@ -122,7 +122,7 @@ def test_an_interrupted_run_ends_in_the_same_bits(tmp_path: Path, options: list[
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def test_memory_that_moves_and_layouts_change_no_number(tmp_path: Path) -> None:
+def test_memory_that_moves_changes_no_number(tmp_path: Path) -> None:
     plain = run(tmp_path, "algorithm.top_k=4")
     moved = run(
         tmp_path,
@@ -174,6 +174,7 @@ def test_the_numbers_of_a_sample_show_the_teacher_and_add_up(tmp_path: Path) -> 
     assert "teacher" in "\n".join(describe_numbers(numbers))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("top_k", [0, 4])
 def test_a_served_teacher_gives_the_run_of_a_loaded_one(tmp_path: Path, top_k: int) -> None:
     setting = f"algorithm.top_k={top_k}"

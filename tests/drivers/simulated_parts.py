@@ -32,6 +32,10 @@ CONFIG = RolloutConfig(samples_per_prompt=2, dynamic_sampling=True).model_copy(
 SECONDS = (0.0, 0.0, 0.5, 1.0, 1.0, 2.0, 7.0)
 
 
+class KilledError(BaseException):
+    """The process is gone."""
+
+
 class InjectedError(Exception):
     """What a part raises that is to fail."""
 
@@ -57,6 +61,14 @@ class Place:
     """Step of the leader -> what every engine served while it was measured."""
     engines: dict[str, SimEngine] = field(default_factory=dict)
     quiet_evals: bool = False
+    has_begun: bool = False
+    """The clocks go: what came before them is over."""
+    violations: list[str] = field(default_factory=list)
+
+    def expect(self, holds: bool, what: str) -> None:
+        """Where an error would be taken for one of the part itself."""
+        if not holds:
+            self.violations.append(what)
 
     async def work(self, part: str) -> None:
         """Take a while, and fail if it is time for that."""
@@ -225,6 +237,8 @@ class SimDisk:
     saved: dict[int, dict[str, Any]] = field(default_factory=dict)
     open: dict[str, str] = field(default_factory=dict)
     is_dead: bool = False
+    dies_at: int = 0
+    """The process is gone after this commit."""
     awaited: set[int] = field(default_factory=set)
     on_commit: Any = None
 
@@ -245,6 +259,9 @@ class SimDisk:
             raise InjectedError("commit")
         if not self.is_dead:
             self.saved[staged.step] = {**self.open, "books": self.on_commit()}
+            if self.place.num_calls["commit"] == self.dies_at:
+                self.is_dead = True
+                raise KilledError
 
     def await_score(self, step: int) -> None:
         self.awaited.add(step)
@@ -289,19 +306,21 @@ class SimRequest:
         self.is_touched = False
 
 
-async def measure(place: Place, step: int, sets: Sequence[str]) -> list[EvalResult]:
+async def measure(place: Place, step: int, version: int) -> list[EvalResult]:
     """Evaluate; nobody's weights may move meanwhile, neither in trainers nor in engines."""
     before = {name: engine.version for name, engine in place.engines.items()}
-    assert step == 0 or place.is_held() or place.num_calls["begun"] == 0
-    assert not (place.quiet_evals and place.sampling), "sampled during an eval"
-    assert not place.changing
+    place.expect(version == step == before["a"], f"step {step} is measured at {before}")
+    place.expect(step == 0 or place.is_held() or not place.has_begun, "measured in the open")
+    place.expect(not place.changing, "learned during an eval")
     await asyncio.sleep(place.rng.choice(SECONDS))
+    place.expect(not (place.quiet_evals and place.sampling), "sampled during an eval")
     place.num_calls["eval"] += 1
     if place.failing.get("eval") == place.num_calls["eval"]:
         if place.is_hanging:
             await asyncio.get_running_loop().create_future()
         raise InjectedError("eval")
-    assert before == {name: engine.version for name, engine in place.engines.items()}
+    after = {name: engine.version for name, engine in place.engines.items()}
+    place.expect(before == after, f"engines served {before}, then {after} during an eval")
     place.evals[step] = before
     reward = Estimate(float(step), None, None, None)
-    return [EvalResult(n, step, step, reward=reward, num_prompts=1, num_samples=1) for n in sets]
+    return [EvalResult("held", step, step, reward=reward, num_prompts=1, num_samples=1)]

@@ -1,7 +1,7 @@
 """A run of several policies in virtual time, over all its restarts: real driver, feeds and buffers.
 
     Settings(seed)   what the run file would say
-    Timeline         lives of that run, each from the last checkpoint: killed, failed, cancelled, ended
+    Timeline         lives of that run, each from the last checkpoint: killed, failed, ended, ...
     Life             one process: real gate, board, steps, feeds; simulated engines, trainers, disk
 
 `Timeline.live` runs one life, holding the invariants after every callback; `Timeline.verify` is
@@ -17,13 +17,13 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from drivers.simulated_parts import (
     InjectedError,
+    KilledError,
     Place,
     SimDisk,
     SimPolicy,
@@ -31,6 +31,7 @@ from drivers.simulated_parts import (
     SimRunner,
     measure,
 )
+from drivers.simulated_settings import Settings
 from drivers.virtual_time import run_virtual
 from feeds import make_stream
 
@@ -57,94 +58,6 @@ EVALS = EvalsConfig(timeout_s=30.0).model_copy(update={"sets": (SimpleNamespace(
 PARTS = ("learn", "send", "receive", "save", "runner", "engine", "commit", "eval")
 
 
-class KilledError(BaseException):
-    """The process is gone."""
-
-
-@dataclass
-class Pace:
-    """One policy's settings."""
-
-    batch: int
-    max_staleness: int
-    publish_every: int
-    on_full: str
-    max_lead: int | None
-    is_shared: bool
-
-    @property
-    def runs_ahead(self) -> bool:
-        return self.max_staleness > 0 or self.on_full == "drop_oldest"
-
-
-@dataclass
-class Settings:
-    """By seed; the first policy is the leader."""
-
-    seed: int
-    paces: dict[str, Pace] = field(init=False)
-
-    def __post_init__(self) -> None:
-        rng = random.Random(self.seed)
-        self.is_deterministic = rng.random() < 0.25
-        self.paces = {
-            name: self._pace(rng, is_leader=name == "a")
-            for name in "abcd"[: rng.choice([1, 2, 2, 2, 3, 3, 4])]
-        }
-        for names in self.feeds.values():
-            if all(self.paces[name].on_full == "drop_oldest" for name in names):
-                self.paces[names[0]].on_full = "wait"
-        self.num_steps = rng.choice([1, 2, 3, 3, 4, 5])
-        self.is_endless = rng.random() < 0.5
-        self.num_prompts, self.num_epochs = rng.randint(1, 9), rng.randint(1, 2)
-        self.counts_epochs = not self.is_endless and rng.random() < 0.5
-        if self.counts_epochs:
-            self.num_steps = -(-self.num_draws // self.paces["a"].batch)
-        self.save_every: Any = rng.choice(["never", 1, 1, 2, 3])
-        self.eval_every = rng.choice([None, 1, 2, 2, 3])
-        self.eval_first = rng.random() < 0.5 and self.eval_every is not None
-        lost = rng.choice([0.0, 0.0, 0.15])
-        self.lost = {
-            (name, o) for name in self.paces for o in range(200) if rng.random() < lost
-        }  # fmt: skip
-
-    def _pace(self, rng: random.Random, *, is_leader: bool) -> Pace:
-        max_staleness = 0 if self.is_deterministic else rng.choice([0, 0, 1, 2, 3])
-        on_full = "wait"
-        if not is_leader and not self.is_deterministic and rng.random() < 0.25:
-            on_full = "drop_oldest"
-        return Pace(
-            batch=rng.randint(1, 4),
-            max_staleness=max_staleness,
-            publish_every=rng.randint(1, max_staleness + 1),
-            on_full=on_full,
-            max_lead=None if is_leader else rng.choice([None, None, 1, 2]),
-            is_shared=rng.random() < 0.75,
-        )
-
-    @property
-    def num_draws(self) -> int:
-        return self.num_prompts * self.num_epochs
-
-    @property
-    def shared(self) -> list[str]:
-        return [name for name, pace in self.paces.items() if pace.is_shared]
-
-    @property
-    def feeds(self) -> dict[str, list[str]]:
-        """Feed -> its policies, the leader first."""
-        found = {"shared": self.shared} if self.shared else {}
-        return found | {name: [name] for name, p in self.paces.items() if not p.is_shared}
-
-    def leads(self) -> dict[str, int]:
-        """As `build.joint` has them."""
-        leads = {name: pace.max_lead for name, pace in self.paces.items()}
-        if self.is_deterministic:
-            shared = self.shared if "a" in self.shared else []
-            leads |= {n: leads[n] or 0 for n in self.paces if n != "a" and n not in shared}
-        return {name: limit for name, limit in leads.items() if limit is not None}
-
-
 class MemoryLines:
     """A JSONL file in memory that outlives a process."""
 
@@ -162,16 +75,14 @@ class MemoryLines:
 class Life:
     """One process, from the last checkpoint on."""
 
-    def __init__(
-        self, settings: Settings, place: Place, disk: SimDisk, rows: MemoryLines
-    ) -> None:
+    def __init__(self, settings: Settings, place: Place, disk: SimDisk, rows: MemoryLines) -> None:
         self.settings, self.place, self.disk = settings, place, disk
         self.saved = disk.newest()
         self.state = json.loads(self.saved["state.json"]) if self.saved else None
         self.dropped: dict[str, dict[int, str]] = {name: {} for name in settings.paces}
         if self.saved:
             self.dropped = {n: {int(o): r for o, r in d.items()} for n, d in self._books().items()}
-        disk.place, disk.open, disk.is_dead = place, {}, False
+        disk.place, disk.open, disk.is_dead, disk.awaited = place, {}, False, set()
         disk.on_commit = lambda: json.dumps(self.dropped)
         self.policies = {
             name: SimPolicy(place, name, disk, pace.max_staleness)
@@ -182,12 +93,10 @@ class Life:
         self.recorder = Recorder(Path("/nowhere"), leader="a")
         self.recorder._rows, self.recorder._events = rows, MemoryLines()  # type: ignore[assignment]
         self.recorder.start(self.steps if self.state else {}, self.state and self.state["metrics"])
+        epochs = None if settings.is_endless else settings.num_epochs
         self.streams = {
-            feed: make_stream(
-                settings.num_prompts, num_epochs=None if settings.is_endless else settings.num_epochs
-            )
-            for feed in settings.feeds
-        }  # fmt: skip
+            feed: make_stream(settings.num_prompts, num_epochs=epochs) for feed in settings.feeds
+        }
         self.feeds: dict[str, Feed] = {}
         self.buffers: list[Buffer] = []
         self.supplies: dict[str, Any] = {}
@@ -273,12 +182,19 @@ class Life:
             leader=runs["a"],
             board=board,
             gate=self.gate,
-            producers={f"feed {name}": feed.run for name, feed in self.feeds.items()},
+            producers={f"feed {name}": self._produce(feed) for name, feed in self.feeds.items()},
             is_deterministic=self.settings.is_deterministic,
             quiet=self._quiet,
             lead=Lead(self.settings.leads()),
             poll_s=3.0,
         )
+
+    def _produce(self, feed: Feed) -> Callable[[], Any]:
+        async def produce() -> None:
+            self.place.has_begun = True
+            await feed.run()
+
+        return produce
 
     def _run(self, name: str, board: Board) -> Run:
         settings, is_leader = self.settings, name == "a"
@@ -292,8 +208,7 @@ class Life:
         )
 
         async def evaluate(step: int, version: int, snapshot: Any) -> Any:
-            assert version == step == self.policies["a"].engine.version
-            return await measure(self.place, step, ["held"])
+            return await measure(self.place, step, version)
 
         return Run(
             policy=self.policies[name],  # type: ignore[arg-type]
@@ -323,6 +238,7 @@ class Life:
     def check(self) -> None:
         """What holds at every moment."""
         place = self.place
+        assert not place.violations, place.violations
         if place.changing and self.gate.is_held:
             raise AssertionError(f"{place.changing} learn while the gate is held")
         if self.gate.is_held:
@@ -348,6 +264,7 @@ class Timeline:
         self.rows = MemoryLines()
         self.disk = SimDisk(Place(self.rng))
         self.ends: Counter[str] = Counter()
+        self.num_asked = 0
         self.evals: dict[int, dict[str, int]] = {}
 
     def run(self, *, is_disturbed: bool = True) -> None:
@@ -361,12 +278,19 @@ class Timeline:
         place = Place(self.rng)
         place.evals = self.evals
         life = self.life = Life(self.settings, place, self.disk, self.rows)
-        disturbance = self.rng.choice(["kill", "fail", "cancel", "none"]) if is_disturbed else "none"
-        kill_at = self.rng.randint(1, 500) if disturbance == "kill" else 0
+        disturbance = (
+            self.rng.choice(["kill", "fail", "cancel", "none"]) if is_disturbed else "none"
+        )
+        kill_at = 0
+        self.disk.dies_at = 0
+        if disturbance == "kill" and self.rng.random() < 0.5:
+            self.disk.dies_at = self.rng.randint(1, 4)
+        elif disturbance == "kill":
+            kill_at = self.rng.randint(1, 500)
         if disturbance == "fail":
             for _ in range(self.rng.choice([1, 1, 2])):
                 place.failing[self._part()] = self.rng.randint(1, 5)
-        elif self.rng.random() < 0.2:
+        elif self.rng.random() < 0.2 and not self.settings.is_deterministic:
             place.failing["eval"] = self.rng.randint(1, 3)
         place.is_hanging = self.rng.random() < 0.5
         num_checks = 0
@@ -423,6 +347,7 @@ class Timeline:
         while self.rng.random() < 0.5:
             await asyncio.sleep(self.rng.choice(range(1, 40)))
             life.requests.is_touched = True
+            self.num_asked += 1
 
     def _end(self, life: Life, driving: asyncio.Task[None]) -> str:
         if driving.cancelled():
@@ -452,6 +377,7 @@ class Timeline:
                 self._verify_draws(name, drawn, returned, buffer)
         leader = life.policies["a"].trainer
         if self.ends["ended"]:
+            assert not self.disk.awaited, "a checkpoint waits for a score that never comes"
             is_done = leader.version == settings.num_steps
             data_ended = life.supplies["a"].is_exhausted
             assert is_done or data_ended, f"ended after {leader.version} steps"
@@ -504,3 +430,17 @@ class Timeline:
         data = self.life.data_state()
         batches = {n: p.trainer.batches for n, p in self.life.policies.items()}
         return batches, self.evals, data
+
+
+def outcomes_differ(timeline: Timeline) -> str:
+    """Where a deterministic run ends differently under other times and without disturbances."""
+    other = Timeline(timeline.settings.seed, schedule=1)
+    other.run(is_disturbed=False)
+    (batches, evals, data), (batches_2, evals_2, data_2) = timeline.outcome(), other.outcome()
+    common = evals.keys() & evals_2.keys()  # one that failed is left out
+    parts = {
+        "batches": batches != batches_2,
+        "evals": any(evals[step] != evals_2[step] for step in common),
+        "data": data != data_2,
+    }
+    return ", ".join(name for name, differs in parts.items() if differs)

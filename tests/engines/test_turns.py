@@ -57,7 +57,7 @@ def test_no_turn_while_work_goes_on_outside() -> None:
 def test_an_engine_that_leaves_lets_the_others_go_on(holds: bool) -> None:
     async def body() -> None:
         turns = Turns()
-        first, second = turns.add_engine(), turns.join()
+        first, second = turns.add_engine(), turns.add_engine()
         if holds:
             async with turns.turn(first):
                 turns.leave(first)
@@ -80,7 +80,7 @@ async def _enter(turns: Turns, place: int) -> None:
 def test_a_cancelled_wait_gives_the_turn_on() -> None:
     async def body() -> None:
         turns = Turns()
-        first, second = turns.add_engine(), turns.join()
+        first, second = turns.add_engine(), turns.add_engine()
         task = asyncio.create_task(_enter(turns, first))
         other = asyncio.create_task(_enter(turns, second))
         await asyncio.sleep(0)
