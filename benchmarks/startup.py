@@ -10,6 +10,7 @@ whose import takes longest. Fails if the first step ends later than 10 s of proc
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -54,7 +55,9 @@ def child(model: str, folder: str, began_s: float) -> None:
             return values
 
     recording.Recorder = Marked  # type: ignore[misc]
-    sums = [{"id": str(a), "prompt": f"{a}+{a}=", "answer": str(2 * a)[::-1]} for a in range(10, 99)]
+    sums = [
+        {"id": str(a), "prompt": f"{a}+{a}=", "answer": str(2 * a)[::-1]} for a in range(10, 99)
+    ]
     paceline.train(
         model,
         sums,
@@ -75,7 +78,7 @@ def start(model: Path) -> list[tuple[float, float]]:
         output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     line = next(line for line in output.splitlines() if line.startswith("@"))
     marks = [(0.0, 0.0), *map(tuple, json.loads(line[1:]))]
-    return [(b[0] - a[0], b[1] - a[1]) for a, b in zip(marks, marks[1:], strict=False)]
+    return [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(marks)]
 
 
 def show_imports() -> None:

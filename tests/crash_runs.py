@@ -4,8 +4,9 @@
 
 An event is the begin or end of a phase, or an operation on files. Every run is a forked child, so
 that the libraries are loaded once. `--ppo` trains with a critic, which warms up over two steps,
-`--distill` from a loaded teacher. `--two` trains a solver and a verifier in joint episodes, `--three`
-one more with prompts of its own; both in the deterministic mode. `--second` kills the resumed run once more, at the same event.
+`--distill` from a loaded teacher. `--two` trains a solver and a verifier in joint episodes,
+`--three` one more with prompts of its own; both in the deterministic mode. `--second` kills the
+resumed run once more, at the same event.
 """
 
 from __future__ import annotations

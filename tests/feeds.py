@@ -16,10 +16,10 @@ from paceline.data.buffer import Buffer
 from paceline.data.prompts import prompts_from_rows
 from paceline.data.stream import PromptStream
 from paceline.data.tickets import Event
+from paceline.drivers.feeding import FromFeed
 from paceline.rollout.feed import Feed
 from paceline.rollout.settings import RolloutConfig
 from paceline.rollout.straggler import Straggler
-from paceline.rollout.tap import Tap
 from paceline.types import Draw, Episode, Group, Prompt, Sample, Status
 
 Rewards = Callable[[int, str], Sequence[float | None]]
@@ -195,7 +195,7 @@ class World:
             self.stream, runner, self.buffers, wave=max(p.batch for p in paces.values()),
             mode=mode, straggler=straggler, max_in_flight=max_in_flight,
         )  # fmt: skip
-        self.taps = {name: Tap(self.feed, name) for name in paces}
+        self.taps = {name: FromFeed(self.feed, name) for name in paces}
         self.batches: dict[str, list[list[int]]] = {name: [] for name in paces}
         self.values: dict[str, list[dict[str, float]]] = {name: [] for name in paces}
         self.told_last: Counter[tuple[str, str]] = Counter()

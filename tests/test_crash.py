@@ -2,8 +2,9 @@
 
 The run crosses epoch boundaries (6 prompts, 4 a step, 3 epochs), saves every second step, keeps
 the best checkpoint and evaluates; with PPO a critic learns alone for two steps, then with the
-policy. Compared are weights, moments, metrics, every sample, the data cursor and the best score,
-bit for bit; see crash_runs.py.
+policy. With several policies they learn from joint episodes, one of three from its own, in the
+deterministic mode. Compared are weights, moments, metrics, every sample, the data cursor, buffers
+and the best score, bit for bit; see crash_runs.py.
 """
 
 from __future__ import annotations
@@ -58,6 +59,29 @@ def test_killed_at_some_events_with_a_teacher(tmp_path: Path) -> None:
     """A teacher leaves nothing in a checkpoint: few kills show that it is back."""
     first, lines = crash(tmp_path, "7", "9999", "83", "--distill")
     assert first["expected"]["rows"][1]["train/kl_teacher"] > 0
+    check(lines, 1)
+
+
+@pytest.mark.timeout(300)
+def test_killed_at_some_events_with_two_policies(tmp_path: Path) -> None:
+    first, lines = crash(tmp_path, "61", "9999", "79", "--two")
+    newest = {row["policy"]: row["step"] for row in first["expected"]["rows"]}
+    assert newest == {"solver": 5, "verifier": 5}
+    assert {name.split("/")[1] for name in first["expected"]["hashes"]} == {"solver", "verifier"}
+    assert first["expected"]["data"]["feeds"]["shared"]["buffers"].keys() == newest.keys()
+    check(lines, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1600)
+@pytest.mark.parametrize(("option", "stride"), [("--two", "9"), ("--three", "13")])
+def test_killed_at_many_events_with_several_policies(
+    tmp_path: Path, option: str, stride: str
+) -> None:
+    first, lines = crash(tmp_path, "3", "9999", stride, option)
+    policies = {row["policy"] for row in first["expected"]["rows"]}
+    assert len(policies) == (2 if option == "--two" else 3)
+    assert len(lines) > 40
     check(lines, 1)
 
 

@@ -74,7 +74,9 @@ def measure(folder: Path, monkeypatch) -> float:
     tiny_tokenizer().save_pretrained(start)
     timed = type("TimedRun", (Timed,), {"model": copy.deepcopy(model).float(), "ratios": []})
     monkeypatch.setattr(recording, "Recorder", timed)
-    prompts = [Prompt(str(i), text=f"{10 + i % 90}+{10 + i % 89}=", answer="50") for i in range(1000)]
+    prompts = [
+        Prompt(str(i), text=f"{10 + i % 90}+{10 + i % 89}=", answer="50") for i in range(1000)
+    ]
     paceline.train(
         start,
         prompts,

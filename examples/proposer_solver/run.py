@@ -1,6 +1,6 @@
 """A proposer writes problems, a solver solves them, and each learns from what the other can do.
 
-The proposer is given `47+` and goes on with a second number, `38=`; the solver adds, units first:
+The proposer is given `47+` and goes on with a second number, `38`; the solver adds, units first:
 `58`. Four answers to each problem are asked for. Each earns one if it is right; the proposer earns
 most where half of them are right: what is too easy or too hard teaches nothing. The warm-up is the
 work of a teacher who asks for few sums with a carry, and of a pupil who mostly forgets to carry.
@@ -13,6 +13,7 @@ import argparse
 import json
 import random
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -20,10 +21,10 @@ from rich.console import Console
 from rich.table import Table
 
 import paceline
-from paceline.cli import main as command
 from paceline.rollout.env import Outcome
 
 HERE = Path(__file__).absolute().parent
+TRAIN_COMMAND = (sys.executable, "-m", "paceline", "train", str(HERE / "run.toml"))
 sys.path.insert(0, str(HERE.parent))
 from quickstart import careless_rows, make_model, make_prompts  # noqa: E402
 
@@ -34,7 +35,7 @@ SOLVERS = ("solver_1", "solver_2", "solver_3", "solver_4")
 
 async def play(prompt, actors):
     """The environment. What is no problem is not asked, and earns nothing."""
-    problem = prompt.text + (await actors["proposer"](prompt)).text
+    problem = prompt.text + (await actors["proposer"](prompt)).text + "="
     if not re.fullmatch(r"[1-9]\d\+[1-9]\d=", problem):
         return Outcome({"proposer": 0.0}, metrics={"valid": 0.0})
     answer = str(sum(map(int, problem[:-1].split("+"))))[::-1]
@@ -59,7 +60,7 @@ def warm_up_rows(seed):
     for row in careless_rows(TRAIN, seed, 7 * count):
         yield {"id": row.id, "prompt": row.text, **row.metadata}
     for i in range(count):
-        first, is_easy = rng.randint(10, 99), rng.random() < 0.9
+        first, is_easy = rng.randint(10, 99), rng.random() < 0.8
         fitting = [n for n in range(10, 100) if carries(f"{first}+{n}=") != is_easy]
         second = rng.choice(fitting or range(10, 100))
         yield {"id": f"propose-{i}", "prompt": f"{first}+", "completion": f"{second}="}
@@ -95,7 +96,7 @@ def main():
         observe={"samples": "none"},
     )
     changes = [f"run.seed={given.seed}", f"run.dir={folder}", f"model.path={warm.model_path}"]
-    code = command(["train", str(HERE / "run.toml"), *changes, *given.overrides])
+    code = subprocess.run([*TRAIN_COMMAND, *changes, *given.overrides]).returncode
     if code == 0:
         show(folder / "proposer-solver")
     return code

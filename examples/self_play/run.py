@@ -11,6 +11,7 @@ run itself is in run.toml.
 import argparse
 import json
 import random
+import subprocess
 import sys
 from pathlib import Path
 
@@ -18,9 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 import paceline
-from paceline.cli import main as command
 
 HERE = Path(__file__).absolute().parent
+TRAIN_COMMAND = (sys.executable, "-m", "paceline", "train", str(HERE / "run.toml"))
 sys.path.insert(0, str(HERE.parent))
 from quickstart import make_model  # noqa: E402
 
@@ -56,7 +57,7 @@ def possible_moves(rng):
 
 def show(run, model):
     """The ratings, and how often the player finds the winning move."""
-    table = Table("player", "rating", "games", title="Elo: the player and its earlier selves")
+    table = Table("player", "rating", "games", title="Elo ratings")
     for row in json.loads((run / "elo-opponent.json").read_text()):
         table.add_row(row["player"], f"{row['rating']:.0f}", str(row["games"]))
     Console().print(table)
@@ -86,7 +87,7 @@ def main():
         observe={"samples": "none"},
     )
     changes = [f"run.seed={given.seed}", f"run.dir={folder}", f"model.path={warm.model_path}"]
-    code = command(["train", str(HERE / "run.toml"), *changes, *given.overrides])
+    code = subprocess.run([*TRAIN_COMMAND, *changes, *given.overrides]).returncode
     run = folder / "self-play"
     if code == 0:
         newest = max((run / "checkpoints").glob("step-*"))

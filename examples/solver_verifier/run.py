@@ -11,13 +11,14 @@ run itself is in run.toml; the sums of the evals are never trained on.
 
 import argparse
 import random
+import subprocess
 import sys
 from pathlib import Path
 
 import paceline
-from paceline.cli import main as command
 
 HERE = Path(__file__).absolute().parent
+TRAIN_COMMAND = (sys.executable, "-m", "paceline", "train", str(HERE / "run.toml"))
 sys.path.insert(0, str(HERE.parent))
 from quickstart import make_model, make_prompts  # noqa: E402
 
@@ -109,7 +110,7 @@ def main():
         observe={"samples": "none"},
     )
     changes = [f"run.seed={given.seed}", f"run.dir={folder}", f"model.path={warm.model_path}"]
-    return command(["train", str(HERE / "run.toml"), *changes, *given.overrides])
+    return subprocess.run([*TRAIN_COMMAND, *changes, *given.overrides]).returncode
 
 
 if __name__ == "__main__":

@@ -86,7 +86,14 @@ async def open_joint(run_file: RunFile, given: Given, disposer: Disposer) -> Joi
     own = next(feed for feed in feeds if leader.name in feed.learners)
     cadence = make_cadence(leader.view, own.stream, has_evals=bool(eval_sets))
     for member in members.values():
-        equip(member, cadence.num_steps, turns, disposer)
+        batch = member.view.rollout.prompts_per_step
+        takes_part = {member.name, leader.name} <= set(own.learners)
+        num_steps = steps_of_follower(
+            cadence.num_steps,
+            leader_batch=leader.view.rollout.prompts_per_step,
+            batch=batch if takes_part else None,
+        )
+        equip(member, num_steps, turns, disposer)
     past = make_past(run_file, members, turns, run_file.run_dir, disposer)
     seats = make_seats(run_file, members, past, disposer)
     for feed in feeds:
@@ -108,6 +115,15 @@ async def open_joint(run_file: RunFile, given: Given, disposer: Disposer) -> Joi
         Board(run_file.learners, leader.name), evals, needed, environment,
     )  # fmt: skip
     return _joint(parts, turns)
+
+
+def steps_of_follower(num_steps: int, *, leader_batch: int, batch: int | None) -> int:
+    """Steps that a policy makes in so many of the leader: the length of its schedules.
+
+    batch: its groups a step, if it learns from the leader's episodes; None: it has its own, and
+    its pace is not known.
+    """
+    return num_steps if batch is None else -(-num_steps * leader_batch // batch)
 
 
 def _step(state: RunState | None, name: str) -> int:

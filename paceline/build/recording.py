@@ -20,7 +20,7 @@ def make_recorder(run_file: RunFile, total_steps: int) -> Recorder:
         folder,
         leader=run_file.leader,
         trackers=make_trackers(config, folder),
-        progress=make_progress(config.console, num_steps=total_steps),
+        progress=make_progress(config.console, num_steps=total_steps, leader=run_file.leader),
         samples=samples,
         ledger=Ledger(folder),
         has_several=bool(run_file.policies),

@@ -155,12 +155,14 @@ class RunFile(Config):
     @property
     def learners(self) -> tuple[str, ...]:
         """Names of the policies that learn."""
-        return tuple(n for n, p in self.policies.items() if p.learns) or (POLICY,)
+        if not self.policies:
+            return (POLICY,)
+        return tuple(name for name, policy in self.policies.items() if policy.learns)
 
     @property
     def leader(self) -> str:
-        """The policy whose steps count for the run."""
-        return self.run.leader or self.learners[0]
+        """The policy whose steps count for the run; where nothing learns, the first."""
+        return self.run.leader or next(iter((*self.learners, *self.policies)))
 
     @property
     def shared_policies(self) -> tuple[str, ...]:

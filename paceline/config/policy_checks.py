@@ -81,10 +81,13 @@ def names_of_policies(run_file: RunFile, situation: Situation) -> Iterator[Probl
                 "a policy's name is a letter, then letters, digits, `_` and `-`, 64 at most; it "
                 "names folders and metrics",
             )
-    takes_steps = situation.purpose == "train" and run_file.run.num_steps != 0
     policies = run_file.policies.values()
-    if policies and takes_steps and not any(policy.learns for policy in policies):
-        yield Problem(("policies",), "none of them learns: set learns = true for one")
+    trains = situation.purpose == "train"
+    if policies and trains and not any(policy.learns for policy in policies):
+        yield Problem(
+            ("policies",),
+            "none of them learns: set learns = true for one, or measure them by `paceline eval`",
+        )
 
 
 @reads("policies", "teacher")

@@ -39,6 +39,17 @@ class FromFeed:
         return self.feed.lost_tokens(self.policy)
 
     async def collect(self, step: int) -> RolloutBatch:
+        """As the protocol says. Until `learned` is called it gives the same groups again.
+
+        Raises RuntimeError if the step is not the one after the last that was learned: groups and
+        weights would not fit.
+        """
+        trained = self.feed.buffers[self.policy].trained_step
+        if step != trained + 1:
+            raise RuntimeError(
+                f"policy {self.policy!r} asks for the groups of step {step}, "
+                f"but has told of step {trained} as its last"
+            )
         return await self.feed.take(self.policy)
 
     def learned(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paceline.observe.ledger import Entry
@@ -31,8 +31,8 @@ class Data:
     """Draws to be drawn again, such as those that were being sampled; with their prompt's name."""
     ready: dict[int, str] = field(default_factory=dict)
     """Draws that are sampled and not trained on."""
-    dropped: dict[int, str] = field(default_factory=dict)
-    """Draw -> reason, where no step has told of it."""
+    dropped: dict[int, tuple[str, str]] = field(default_factory=dict)
+    """Draw -> its prompt's name and the reason, where no step has told of it."""
     num_prompts: int | None = None
     """Draws of an epoch; None if an epoch may hold a prompt more than once."""
 
@@ -77,12 +77,13 @@ def audit(policy: str, entries: Sequence[Entry], data: Data | None, *, step: int
     own = [entry for entry in entries if entry.policy == policy]
     committed = [entry for entry in own if entry.step <= step]
     trained = Counter(draw for entry in own for draw in entry.trained)
-    reasons = {draw: r for e in own for r, draws in e.dropped.items() for draw in draws}
-    if data is not None:
-        reasons |= data.dropped
+    reasons = _reasons(own, trained)
     names = {draw: name for entry in own for draw, name in entry.prompts.items()}
     if data is not None:
-        names |= data.ready | data.returned
+        reasons |= {draw: reason for draw, (_, reason) in data.dropped.items()}
+        untold = {draw: name for draw, (name, _) in data.dropped.items()}
+        data = replace(data, returned={d: n for d, n in data.returned.items() if d not in reasons})
+        names = data.returned | data.ready | untold | names
     return Account(
         policy=policy,
         step=step,
@@ -101,6 +102,18 @@ def audit(policy: str, entries: Sequence[Entry], data: Data | None, *, step: int
     )
 
 
+def _reasons(own: Sequence[Entry], trained: Mapping[int, int]) -> dict[int, str]:
+    """Draw -> why it was dropped. What the end of the data tells, in a line that trains on nothing,
+    is found out anew if the run is resumed, and may then come out otherwise."""
+    return {
+        draw: reason
+        for entry in own
+        for reason, draws in entry.dropped.items()
+        for draw in draws
+        if entry.trained or draw not in trained
+    }
+
+
 def _lives(
     own: Sequence[Entry],
     reasons: Mapping[int, str],
@@ -117,13 +130,12 @@ def _lives(
             life.versions.append(entry.version)
             life.committed += entry.step <= step
     for draw, reason in reasons.items():
-        if draw in names:
-            lives[names[draw]].dropped[reason] += 1
+        lives[names[draw]].dropped[reason] += 1
     if data is not None:
-        for name in data.ready.values():
-            lives[name].sampled += 1
-        for name in data.returned.values():
-            lives[name].running += 1
+        for draw in data.ready:
+            lives[names[draw]].sampled += 1
+        for draw in data.returned:
+            lives[names[draw]].running += 1
     return list(lives.values())
 
 
@@ -203,5 +215,5 @@ def _data(
     for draw, _, _ in buffer["ready"]:
         prompt = groups[str(draw)]["prompt"]
         data.ready[draw] = Prompt(prompt["id"], source=prompt["source"]).name
-    data.dropped = {draw: reason for draw, _, reason, _ in buffer["dropped"]}
+    data.dropped = {draw: (name, reason) for draw, name, reason, _ in buffer["dropped"]}
     return data

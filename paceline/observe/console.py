@@ -71,20 +71,36 @@ class PolicyView:
         evals = list(self.evals.items())
         return [(label, format_number(value)) for label, value in [*evals, *shown]]
 
-    def seconds_left(self, num_steps: int) -> float | None:
-        """From the mean of the last steps; None before there is one."""
-        if not self.durations_s:
+    def seconds_left(self, num_steps: int | None) -> float | None:
+        """From the mean of the last steps; None before there is one, or without an end."""
+        if not self.durations_s or num_steps is None:
             return None
         mean = sum(self.durations_s) / len(self.durations_s)
         return mean * max(0, num_steps - self.step)
 
 
+@dataclass(frozen=True, slots=True)
+class _Total:
+    """How many steps a policy will do: known of the leader alone."""
+
+    num_steps: int
+    leader: str | None
+
+    def of(self, policy: str) -> int | None:
+        return self.num_steps if self.leader in (None, policy) else None
+
+    def shown(self, policy: str, step: int) -> str:
+        total = self.of(policy)
+        return f"step {step}" if total is None else f"step {step}/{total}"
+
+
 class PlainProgress:
     """One line a step, for files and pipes."""
 
-    def __init__(self, console: Console, num_steps: int) -> None:
+    def __init__(self, console: Console, num_steps: int, leader: str | None = None) -> None:
+        """leader: whose steps `num_steps` counts, where there are several policies."""
         self._console = console
-        self._num_steps = num_steps
+        self._total = _Total(num_steps, leader)
         self._views: dict[str, PolicyView] = {}
 
     def start(self, steps: Mapping[str, int]) -> None:
@@ -95,8 +111,8 @@ class PlainProgress:
         view = self._views.setdefault(policy, PolicyView())
         view.take(step, values)
         name = f"{policy} " if len(self._views) > 1 else ""
-        left = view.seconds_left(self._num_steps)
-        words = [f"{name}step {step}/{self._num_steps}"]
+        left = view.seconds_left(self._total.of(policy))
+        words = [f"{name}{self._total.shown(policy, step)}"]
         words += [f"{label} {number}" for label, number in view.fields()]
         words += [f"left {format_duration(left)}"] if left is not None else []
         self._print("  ".join(words))
@@ -114,9 +130,10 @@ class PlainProgress:
 class LiveProgress:
     """A block for each policy, drawn anew whenever something changes; no thread of its own."""
 
-    def __init__(self, console: Console, num_steps: int) -> None:
+    def __init__(self, console: Console, num_steps: int, leader: str | None = None) -> None:
+        """leader: whose steps `num_steps` counts, where there are several policies."""
         self._console = console
-        self._num_steps = num_steps
+        self._total = _Total(num_steps, leader)
         self._views: dict[str, PolicyView] = {}
         self._live = Live(get_renderable=self.render, console=console, auto_refresh=False)
 
@@ -138,15 +155,17 @@ class LiveProgress:
 
     def render(self) -> Group:
         names = len(self._views) > 1
-        return Group(*(self._block(p if names else "", v) for p, v in self._views.items()))
+        return Group(*(self._block(p, v, has_name=names) for p, v in self._views.items()))
 
-    def _block(self, policy: str, view: PolicyView) -> Group:
+    def _block(self, policy: str, view: PolicyView, *, has_name: bool) -> Group:
         head = Table.grid(padding=(0, 2))
-        left = view.seconds_left(self._num_steps)
+        total = self._total.of(policy)
+        left = view.seconds_left(total)
+        bar = ProgressBar(total=max(1, total or 0), completed=view.step, width=30)
         head.add_row(
-            *([Text(policy, style="bold")] if policy else []),
-            Text(f"step {view.step}/{self._num_steps}", style="bold"),
-            ProgressBar(total=max(1, self._num_steps), completed=view.step, width=30),
+            *([Text(policy, style="bold")] if has_name else []),
+            Text(self._total.shown(policy, view.step), style="bold"),
+            Text() if total is None else bar,
             Text("" if left is None else f"{format_duration(left)} left"),
             Text(view.phase or "", style="dim"),
         )
@@ -170,7 +189,7 @@ class TolerantProgress(Tolerant):
 
 
 def make_progress(
-    mode: Mode, *, num_steps: int, console: Console | None = None
+    mode: Mode, *, num_steps: int, leader: str | None = None, console: Console | None = None
 ) -> TolerantProgress | None:
     """What `observe.console` asks for; None for `off`."""
     console = RunConsole() if console is None else console
@@ -181,9 +200,9 @@ def make_progress(
         case "off":
             return None
         case "plain":
-            return TolerantProgress(PlainProgress(console, num_steps))
+            return TolerantProgress(PlainProgress(console, num_steps, leader))
         case "rich":
-            return TolerantProgress(LiveProgress(console, num_steps))
+            return TolerantProgress(LiveProgress(console, num_steps, leader))
 
 
 def before_after_table(

@@ -91,6 +91,8 @@ class SingleTrainer:
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._optimizer = make_optimizer(model, config)
         self._version = self._num_updates = 0
+        self._is_finite = True
+        """Every loss since the last optimizer step was."""
         self._where: Place = "device"
         self._thread = WorkThread("trainer")
 
@@ -183,6 +185,8 @@ class SingleTrainer:
             raise
         area = AREAS[forward.head]
         metrics = tally.metrics(area)
+        # A loss may be lost where its gradient is not: clipping a number that is none gives zero.
+        self._is_finite &= math.isfinite(metrics[f"{area}/loss"].total)
         num_trained = batch.num_trained_tokens
         metrics.sum(f"{area}/trained_tokens", num_trained)
         metrics.sum(f"{area}/empty_batches", num_trained == 0)
@@ -251,7 +255,8 @@ class SingleTrainer:
         norm = gradient_norm(gradients)
         lr = self._next_lr()
         self._version += 1
-        is_finite = math.isfinite(norm)
+        is_finite = math.isfinite(norm) and self._is_finite
+        self._is_finite = True
         if is_finite:
             clip_gradients(gradients, norm, self._config.max_grad_norm)
             for group in self._optimizer.param_groups:
@@ -259,7 +264,7 @@ class SingleTrainer:
             self._optimizer.step()
             self._num_updates += 1
         else:
-            logger.warning("version %d: the gradient is not finite, step skipped", self._version)
+            logger.warning("version %d: loss or gradient is not finite, step skipped", self._version)
         self._optimizer.zero_grad()
         return StepReport(self._version, lr=lr, grad_norm=norm, is_skipped=not is_finite)
 

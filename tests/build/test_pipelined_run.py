@@ -8,6 +8,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,7 @@ def test_publishing_in_the_middle_of_answers(
     versions = [0, *range(9)]
     assert log == [
         event
-        for before, after in zip(versions, versions[1:], strict=False)
+        for before, after in pairwise(versions)
         for event in ("pause", f"flush, version {before} -> {after}", "receive", "resume")
     ]
     assert sum(num > 0 for num in num_open) >= 3, "no publish came in the middle of an answer"
@@ -279,7 +280,7 @@ def test_evals_stop_no_sampling_and_are_of_one_version(
         "run.num_steps=7", "rollout.sampling.max_tokens=100", "schedule.max_running=2",
     )  # fmt: skip
     assert all(len(versions) == 1 for versions in measured), measured
-    assert sorted(step for step, in measured) == [0, 2, 4, 6, 7]
+    assert sorted(step for (step,) in measured) == [0, 2, 4, 6, 7]
     assert sum(num > 0 for num in beside) >= 2, "sampling stood still beside every eval"
     points = [row["eval/held/step"] for row in rows(run_dir) if "eval/held/step" in row]
     assert points[-1] == 7
@@ -359,3 +360,53 @@ def test_reward_workers_that_die_are_replaced(tmp_path: Path) -> None:
     check_ledger(run_dir)
 
 
+# Several policies
+
+GAME = """
+from paceline.rollout.env import Outcome
+
+async def play(prompt, actors):
+    reply = await actors["solver"](prompt)
+    right = float(any(c in "01234" for c in reply.text))
+    verdict = await actors["verifier"](prompt.text + reply.text + "?")
+    said_yes = float(any(c in "56789" for c in verdict.text))
+    return {"solver": right, "verifier": float(said_yes == right)}
+"""
+
+
+def test_policies_of_one_game_sample_ahead_each_by_its_own_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most: dict[str, int] = {}
+    notify = Buffer._notify
+
+    def checked(buffer: Buffer) -> None:
+        notify(buffer)
+        used = buffer.num_taken + len(buffer._tickets)
+        ahead = buffer.published_step - buffer.trained_step
+        assert used <= (buffer.max_staleness + ahead + 1) * buffer.batch
+        most[buffer.policy] = max(used, most.get(buffer.policy, 0))
+
+    monkeypatch.setattr(Buffer, "_notify", checked)
+    (tmp_path / "env.py").write_text(GAME)
+    options = (
+        "reward.kind=", "reward.pattern=", "rollout.env=env.py:play", "schedule.pause=abort",
+        "algorithm.correction.high=2.0", "trainer.lr=0.01", "checkpoint.every=2",
+        "policies.solver.schedule.max_staleness=2", "policies.verifier.schedule.max_staleness=1",
+        "policies.verifier.rollout.prompts_per_step=2", "run.num_epochs=2", "run.num_steps=",
+    )  # fmt: skip
+    train_run(tmp_path, *options, "run.debug_exit_after=3")
+    run_dir = train_run(tmp_path, *options)
+    solver, verifier = read_accounts(run_dir)
+    assert (solver.policy, solver.step, solver.num_committed) == ("solver", 6, 18)
+    assert solver.violations == verifier.violations == []
+    assert all(len(life.versions) == 2 for life in solver.prompts)
+    # Slots of both are needed for a prompt, so the smaller bound holds both back.
+    assert most["verifier"] == 2 * 2
+    assert most["solver"] <= 3 * 3
+    found = rows(run_dir)
+    for name, staleness in (("solver", 2), ("verifier", 1)):
+        own = [row for row in found if row["policy"] == name]
+        assert [row["step"] for row in own] == list(range(1, len(own) + 1))
+        assert max(row["rollout/staleness_max"] for row in own) <= staleness
+    assert verifier.num_trained in (16, 18)

@@ -131,6 +131,7 @@ def test_each_policy_has_its_own_samples_of_equal_steps(done: RunResult) -> None
     assert not list((done.run_dir / "samples").glob("step-*"))
 
 
+@pytest.mark.slow
 def test_a_new_start_keeps_the_samples_of_the_old_one(done: RunResult, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(done.run_dir.parent.parent, tmp_path / "copy"))
     shutil.rmtree(folder / "runs/demo/checkpoints")
@@ -142,6 +143,7 @@ def test_a_new_start_keeps_the_samples_of_the_old_one(done: RunResult, tmp_path:
     assert len(list(old.iterdir())) == 3
 
 
+@pytest.mark.slow
 def test_a_resume_takes_back_only_what_is_done_again(done: RunResult, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(done.run_dir.parent.parent, tmp_path / "copy"))
     root = folder / "runs/demo/checkpoints"
@@ -187,6 +189,7 @@ def test_numbers_of_a_sample_of_each_policy(
     assert "left out" not in shown
 
 
+@pytest.mark.slow
 def test_a_follower_s_step_is_found_in_the_checkpoint_that_holds_it(
     done: RunResult, tmp_path: Path
 ) -> None:
@@ -239,6 +242,7 @@ def test_a_model_stands_for_one_of_the_policies(
     assert alone == done.evals["eval/alone/reward"]
 
 
+@pytest.mark.slow
 def test_without_steps_only_the_evals_run(tmp_path: Path) -> None:
     path = project(tmp_path)
     result = train(load_run_file(path, ("run.num_steps=0",)))
@@ -254,3 +258,23 @@ def test_check_says_who_learns_what(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "sft: 2 prompts a step, 1 update with lr 0.01, on data of its own" in said
     assert "model (float32), does not learn" in said
     assert "rival (by earlier solver), referee (by frozen)" in said
+
+
+def test_where_nothing_learns_there_is_nothing_to_train(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [f"policies.{name}.learns=false" for name in ("solver", "verifier", "pupil")]
+    wrong = call(capsys, "train", str(project(tmp_path)), "run.num_steps=0", *given)
+    assert wrong.code == 2
+    assert "none of them learns: set learns = true for one, or measure them by" in wrong.err
+
+
+def test_frozen_policies_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = project(tmp_path)
+    given = [f"policies.{name}.learns=false" for name in ("solver", "verifier")]
+    gone = ("policies.pupil=", "policies.solver.critic=", "policies.solver.algorithm=")
+    model = str(tmp_path / "model")
+    words = ("eval", model, "--config", str(path), "--policy", "verifier", "--json")
+    found = call(capsys, *words, *given, *gone, "checkpoint.best_metric=")
+    assert found.code == 0, found.err
+    assert "eval/together/role/verifier/reward" in json.loads(found.out)

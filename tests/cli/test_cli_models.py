@@ -111,7 +111,8 @@ def test_generate_refuses_what_no_tokenizer_takes(
 def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RunFile, Path | None]]:
     calls: list[tuple[RunFile, Path | None]] = []
 
-    def evaluate(run_file: RunFile, *, weights: Path | None) -> EvalReport:
+    def evaluate(run_file: RunFile, *, weights: Path | None, checkpoint: Any) -> EvalReport:
+        assert (checkpoint is None) == (weights is None)
         calls.append((run_file, weights))
         values = {
             "eval/held/reward": 0.5,

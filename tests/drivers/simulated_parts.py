@@ -32,10 +32,6 @@ CONFIG = RolloutConfig(samples_per_prompt=2, dynamic_sampling=True).model_copy(
 SECONDS = (0.0, 0.0, 0.5, 1.0, 1.0, 2.0, 7.0)
 
 
-class KilledError(BaseException):
-    """The process is gone."""
-
-
 class InjectedError(Exception):
     """What a part raises that is to fail."""
 
@@ -261,7 +257,6 @@ class SimDisk:
             self.saved[staged.step] = {**self.open, "books": self.on_commit()}
             if self.place.num_calls["commit"] == self.dies_at:
                 self.is_dead = True
-                raise KilledError
 
     def await_score(self, step: int) -> None:
         self.awaited.add(step)

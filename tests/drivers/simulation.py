@@ -23,7 +23,6 @@ from typing import Any
 
 from drivers.simulated_parts import (
     InjectedError,
-    KilledError,
     Place,
     SimDisk,
     SimPolicy,
@@ -56,6 +55,10 @@ GATE_DEADLINE_S = 2000.0
 MAX_CALLBACKS = 60_000
 EVALS = EvalsConfig(timeout_s=30.0).model_copy(update={"sets": (SimpleNamespace(name="held"),)})
 PARTS = ("learn", "send", "receive", "save", "runner", "engine", "commit", "eval")
+
+
+class KilledError(BaseException):
+    """The process is gone."""
 
 
 class MemoryLines:
@@ -300,8 +303,8 @@ class Timeline:
             num_checks += 1
             if place.is_held is not None:
                 life.check()
-            if num_checks == kill_at:
-                self.disk.is_dead = True
+            self.disk.is_dead |= num_checks == kill_at
+            if self.disk.is_dead:
                 raise KilledError
 
         try:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
+from operator import add
 from typing import Any
 
 import pytest
@@ -28,9 +30,9 @@ def actors(
     seat = Seat("policy", engine, renderer, sampling)
     draw = Draw(0, 0, Prompt("p", text="1+1="))
     return [
-        RecordingActor("policy", seat, draw, episode=i, seed=lambda turn, i=i: 10 * i + turn, cut=cut)
+        RecordingActor("policy", seat, draw, episode=i, seed=partial(add, 10 * i), cut=cut)
         for i in range(count)
-    ]  # fmt: skip
+    ]
 
 
 def speaking(them: Sequence[RecordingActor]) -> list[asyncio.Task[Any]]:

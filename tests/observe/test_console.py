@@ -198,3 +198,16 @@ def test_sparklines() -> None:
 def test_visible_text() -> None:
     assert visible("a\tb\nc") == "a␉b\nc"
     assert visible("abcdef", 4) == "abc…"
+
+
+@pytest.mark.parametrize("kind", [PlainProgress, LiveProgress])
+def test_only_the_leader_has_a_last_step(kind: type[PlainProgress] | type[LiveProgress]) -> None:
+    console, out = make_console()
+    progress = kind(console, num_steps=2, leader="solver")
+    progress.start({})
+    progress.write("solver", 1, VALUES)
+    progress.write("verifier", 3, VALUES)
+    progress.close()
+    assert "step 1/2" in out.getvalue()
+    assert "step 3 " in out.getvalue()
+    assert "step 3/" not in out.getvalue()

@@ -13,7 +13,13 @@ from paceline.errors import PacelineError
 from paceline.observe.jsonl import read_rows
 from paceline.observe.metrics import Metrics
 from paceline.observe.recorder import Recorder, peak_memory_mib
-from paceline.observe.samples import SampleWriter, find_samples, read_samples
+from paceline.observe.samples import (
+    SampleWriter,
+    find_samples,
+    policy_names,
+    read_samples,
+    sample_files,
+)
 from paceline.types import Episode, Group, Prompt, Sample, Status
 
 
@@ -368,3 +374,24 @@ def test_without_samples_no_answers_are_kept(tmp_path: Path) -> None:
     recorder.start({})
     recorder.eval_samples(0, "held", answers("before"))
     assert not (tmp_path / "samples").exists()
+
+
+def test_several_policies_keep_their_samples_apart(tmp_path: Path) -> None:
+    def opened() -> Recorder:
+        samples = SampleWriter(tmp_path / "samples", files=FastFiles())
+        return make(tmp_path, samples=samples, has_several=True)
+
+    recorder = opened()
+    recorder.start({})
+    for step in (1, 2):
+        recorder.samples(step, "policy", answers(f"leader {step}"))
+    recorder.samples(1, "policy", answers("leader"))
+    recorder.samples(3, "other", [])
+    recorder.close()
+    opened().start({"policy": 1, "other": 3})
+    folder = tmp_path / "samples"
+    assert policy_names(folder) == ["other", "policy"]
+    assert list(sample_files(folder / "policy-policy")) == [1]
+    assert list(sample_files(folder / "policy-other")) == [3]
+    opened().start({})
+    assert find_samples(tmp_path / "samples.old" / "policy-other")[0] == 3

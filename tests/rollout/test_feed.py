@@ -12,6 +12,7 @@ from feeds import FakeRunner, Pace, World, make_stream, while_feeding, world_of
 from rollout_fakes import FakeReward, FakeStream, ScriptedEngine, renderer, said, text_of
 
 from paceline.data.buffer import Buffer
+from paceline.drivers.feeding import FromFeed
 from paceline.errors import (
     CheckpointError,
     ResumeMismatchError,
@@ -23,7 +24,6 @@ from paceline.rollout.runner import Runner
 from paceline.rollout.settings import RolloutConfig
 from paceline.rollout.single_turn import SingleTurn
 from paceline.rollout.straggler import Straggler
-from paceline.rollout.tap import Tap
 from paceline.types import Draw, Group, Status
 
 # What is started, and when
@@ -194,7 +194,7 @@ def test_one_policy_in_waves_has_the_batches_of_collect_batch() -> None:
         stream.num_left = None
         buffer = Buffer("policy", batch=3, max_staleness=0)
         feed = Feed(stream, make(), {"policy": buffer}, wave=3, mode="wave")
-        tap, batches = Tap(feed, "policy"), []
+        tap, batches = FromFeed(feed, "policy"), []
         producer = asyncio.create_task(feed.run())
         while not batches or not batches[-1].is_exhausted:
             batches.append(await tap.collect(len(batches) + 1))

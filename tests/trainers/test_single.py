@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from trainer_rows import (
     weights,
 )
 
+from paceline.algorithms import ALGORITHMS
 from paceline.errors import ConfigError, TrainerError
 from paceline.trainers.base import SingleTrainerConfig
 from paceline.types import Batch
@@ -260,6 +262,20 @@ def test_steps_with_a_reference_ratio_far_away_stay_finite():
     (report,) = train(trainer, [rows])
     assert report.is_skipped
     assert_equal(weights(model), before)
+
+
+def test_a_loss_that_is_no_number_skips_the_update_even_where_its_gradient_is_zero():
+    """Clipping what is no number has the gradient zero: only the loss itself tells of it."""
+    rows = random_rows()
+    rows[0].old_logprobs_T = np.where(rows[0].mask_T, np.nan, 0.0)
+    model = tiny_model(dtype=torch.float32)
+    before = weights(model)
+    trainer = make_trainer(model, ALGORITHMS["grpo"]())
+    for row in rows[1:]:
+        row.old_logprobs_T = row.behaviour_logprobs_T
+    reports = train(trainer, [rows, [replace(row, old_logprobs_T=None) for row in rows]])
+    assert [report.is_skipped for report in reports] == [True, False]
+    assert any(not torch.equal(weights(model)[name], before[name]) for name in before)
 
 
 def test_shared_storage_sees_each_step_and_send_copies_nothing():
