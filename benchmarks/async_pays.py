@@ -24,6 +24,7 @@ import random
 import shutil
 import statistics
 import sys
+import time
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,9 @@ MAX_GAP = 0.06
 BATCH, ANSWERS, PLACES = 16, 8, 32
 WARM_UP, STEPS = 10, 50
 TAILS = {"equal": 0.0, "moderate": 0.5, "long": 1.0, "extreme": 1.5}
-"""Sigma of the log-normal lengths: the longest answer of a step is about 1, 3.5, 8, 15 times as long
-as the mean. As the places turn over four times a step, that is 0.25, 0.9, 2, 4 times what sampling a
-step takes."""
+"""Sigma of the log-normal lengths: the longest answer of a step is about 1, 3.5, 8, 15 times as
+long as the mean. Since the places turn over four times a step, it takes about 0.25, 0.9, 2 and 4
+times as long as sampling a step should."""
 RATIOS = (0.2, 0.5, 1.0, 2.0, 5.0)
 HELD_TO_IT = ("equal", "moderate")
 MODES: tuple[tuple[str, int], ...] = (
@@ -170,8 +171,8 @@ def judge(completion, answer):
 def at_once(completion, answer):
     return float(completion.partition("+")[0] == answer)
 """
-WORKERS = 32
-PROMPTS, SAMPLES, MAX_TOKENS = 12, 8, 48
+WORKERS = 48
+PROMPTS, SAMPLES, MAX_TOKENS = 6, 8, 48
 
 
 def warmed_up(folder: Path) -> str:
@@ -212,6 +213,7 @@ def train_once(folder: Path, name: str, model: str, steps: int, staleness: int) 
     judge.write_text(JUDGE)
     lines = [json.dumps({"prompt": p.text, "answer": p.answer}) + "\n" for p in held_out]
     (folder / "held.jsonl").write_text("".join(lines))
+    cpu_s = time.process_time()
     ahead: dict[str, Any] = {"max_staleness": staleness, "pause": "keep"} if staleness else {}
     paceline.train(
         model, train, num_steps=steps, name=name,
@@ -235,7 +237,9 @@ def train_once(folder: Path, name: str, model: str, steps: int, staleness: int) 
     rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").open()]
     # The first step samples with nothing to overlap, and the last has the eval.
     timed = rows[2:-1]
+    cpu_s = time.process_time() - cpu_s
     return {
+        "cpu_s_a_step": cpu_s / steps,
         "samples_per_s": sum(row["rollout/samples"] for row in timed)
         / sum(row["time/step_s"] for row in timed),
         "accuracy": rows[-1]["eval/eval/reward"],
@@ -258,7 +262,8 @@ def measure_real(folder: Path, turns: int, steps: int) -> bool:
         for name, staleness in (("sync", 0), ("staleness 2", 2)):
             slug = f"{name.replace(' ', '-')}-{turn}"
             found[name].append(train_once(folder, slug, model, steps, staleness))
-            print(name, json.dumps({k: round(v, 3) for k, v in found[name][-1].items()}), flush=True)
+            rounded = {key: round(value, 3) for key, value in found[name][-1].items()}
+            print(name, json.dumps(rounded), flush=True)
     speed = {n: statistics.fmean(r["samples_per_s"] for r in runs) for n, runs in found.items()}
     accuracy = {n: statistics.fmean(r["accuracy"] for r in runs) for n, runs in found.items()}
     speed_up = speed["staleness 2"] / speed["sync"]

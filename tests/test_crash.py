@@ -64,7 +64,7 @@ def test_killed_at_some_events_with_a_teacher(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_killed_at_some_events_with_two_policies(tmp_path: Path) -> None:
-    first, lines = crash(tmp_path, "61", "9999", "79", "--two")
+    first, lines = crash(tmp_path, "61", "9999", "131", "--two")
     newest = {row["policy"]: row["step"] for row in first["expected"]["rows"]}
     assert newest == {"solver": 5, "verifier": 5}
     assert {name.split("/")[1] for name in first["expected"]["hashes"]} == {"solver", "verifier"}

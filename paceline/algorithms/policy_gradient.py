@@ -66,7 +66,8 @@ class PolicyGradient(Config):
     """Weight of the entropy bonus: above 0 it rewards spread-out predictions."""
     correction: Correction | None = None
     """Importance weights against the engine's own log-probs; absent: none. Of use where
-    `train/mismatch_kl` is large, or the engine's weights are older than the trainer's."""
+    `train/mismatch_kl` is large, or the engine's weights are older than the trainer's: with
+    `schedule.max_staleness` above 0 set at least `correction.high = 2.0`."""
 
     @model_validator(mode="after")
     def _constant_has_its_tokens(self) -> Self:

@@ -11,6 +11,7 @@ from paceline.build.opening import make_stream
 from paceline.build.parts import Given, make_reward
 from paceline.config import RunFile
 from paceline.data.buffer import Buffer
+from paceline.data.group_codec import decode_group
 from paceline.data.stream import PromptStream
 from paceline.drivers.dispose import Disposer
 from paceline.drivers.feeding import FromFeed
@@ -23,7 +24,7 @@ from paceline.rollout.rewards import Reward
 from paceline.rollout.runner import Runner
 from paceline.rollout.seats import AnySeat
 from paceline.rollout.single_turn import load_env
-from paceline.types import JsonValue
+from paceline.types import Draw, JsonValue
 
 SHARED = "shared"
 """Name of the feed that all policies without data of their own take part in."""
@@ -128,17 +129,41 @@ class OpenFeed:
     def restore(self, data: Mapping[str, Any], steps: Mapping[str, int]) -> None:
         """Go to where a checkpoint was made. Raises CheckpointError if it has nothing of this."""
         saved = data.get("feeds", {}).get(self.name)
-        if saved is None and "drawn" in data and len(self.learners) == 1:
-            saved = {"stream": data}  # of the sync driver
-        if saved is None:
+        is_of_sync = saved is None and "drawn" in data and len(self.learners) == 1
+        if saved is None and not is_of_sync:
             raise CheckpointError(
                 f"the checkpoint has no data state of the feed {self.name!r}; it has "
                 f"{', '.join(data.get('feeds', {})) or 'none'}"
             )
-        if self.feed is None or "buffers" not in saved:
-            self.stream.restore(saved["stream"])
-        else:
+        if self.feed is not None and saved is not None and "buffers" in saved:
             self.feed.restore(saved, {name: steps[name] for name in self.learners})
+        else:
+            restore_stream(self.stream, data if saved is None else saved)
+
+
+def restore_stream(stream: PromptStream, saved: Mapping[str, Any]) -> None:
+    """Go to where a checkpoint was made, by whatever driver, without anything sampled ahead.
+
+    Prompts whose answers were sampled and not trained on are drawn again.
+    """
+    if SHARED in saved.get("feeds", {}):
+        saved = saved["feeds"][SHARED]
+    if "stream" not in saved:
+        stream.restore(saved)
+        return
+    stream.restore(saved["stream"])
+    ready = {
+        int(ordinal): int(epoch)
+        for buffer in saved.get("buffers", {}).values()
+        for ordinal, epoch, _ in buffer["ready"]
+    }
+    groups = saved.get("groups", {})
+    stream.give_back(
+        [
+            Draw(ordinal, epoch, decode_group(groups[str(ordinal)], f"group {ordinal}").prompt)
+            for ordinal, epoch in sorted(ready.items())
+        ]
+    )
 
 
 async def open_feeds(

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
+from paceline.build.feeds import restore_stream
 from paceline.build.joint import open_joint
 from paceline.build.loop import run_to_end
 from paceline.build.opening import (
@@ -104,7 +105,7 @@ async def open_run(run_file: RunFile, given: Given, disposer: Disposer) -> Run:
     policy = make_policy(run_file, model, critic_model, text, cadence.num_steps, disposer, teacher)
     if checkpoint is not None and state is not None:
         await restore_policy(policy, checkpoint, state)
-        stream.restore(checkpoint.read_json("data.json"))
+        restore_stream(stream, checkpoint.read_json("data.json"))
 
     evals = _make_evals(run_file, eval_sets, policy, text, model)
     disposer.add("evals", evals.aclose)

@@ -154,7 +154,8 @@ def _show_ledger(run: Path, policy: str | None) -> None:
     typer.echo("\n\n".join("\n".join(describe_account(account)) for account in accounts))
     violations = [f"{one.policy}: {text}" for one in accounts for text in one.violations]
     if violations:
-        raise DataError(f"{run}: the ledger does not come out even.\n" + "\n".join(violations))
+        listed = "".join(f"\n  {violation}" for violation in violations)
+        raise PacelineError(f"{run}: the ledger does not come out even:{listed}")
 
 
 def _show_numbers(

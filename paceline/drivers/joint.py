@@ -164,7 +164,7 @@ class Joint:
     async def _serve_save_requests(self) -> None:
         """Also while the leader waits for data, maybe for long: it can not do so itself then."""
         run = self.leader
-        while not self.ended.is_set():  # ends: with the run
+        while not self.ended.is_set():
             await asyncio.sleep(self.poll_s)
             if run.step > 0 and steps.is_waiting(run) and run.save_request.claim():
                 async with self.gate.exclusive():

@@ -17,8 +17,9 @@ class ScheduleConfig(Config):
     max_staleness: Annotated[int, Field(ge=0)] = 0
     """Most steps by which the weights that train on an answer may be ahead of those that the
     engine served when its prompt was taken. 0: every step waits for answers of its own weights. 1:
-    the next step is sampled while this one trains. More: sampling never stops. Kept by admission,
-    so nothing finished is ever thrown away for being old."""
+    the next step is sampled while this one trains. 2 and more: sampling rarely stops. Kept by
+    admission, so nothing finished is ever thrown away for being old. Above 0 the loss should know
+    of it: see `algorithm.correction`."""
     publish_every: Annotated[int, Field(ge=1)] = 1
     """Steps from one publish of the weights to the next; at most `max_staleness` + 1."""
     pause: PauseMode = "finish"

@@ -39,7 +39,7 @@ from paceline.types import Draw, Group, JsonValue
 
 logger = logging.getLogger(__name__)
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 STOP_GRACE_S = 60.0
 """For cancelled groups to end: more than the runner gives its episodes."""
 STRAGGLER = "straggler"

@@ -410,3 +410,25 @@ def test_policies_of_one_game_sample_ahead_each_by_its_own_bound(
         assert [row["step"] for row in own] == list(range(1, len(own) + 1))
         assert max(row["rollout/staleness_max"] for row in own) <= staleness
     assert verifier.num_trained in (16, 18)
+
+
+def test_a_run_goes_on_with_another_schedule_and_trains_on_each_prompt_as_often(
+    tmp_path: Path,
+) -> None:
+    """Sync, then ahead, then sync again: what was sampled ahead is sampled anew."""
+    common = ("run.num_steps=", "run.num_epochs=2", "checkpoint.every=1")
+    for schedule, steps in ((), 2), (AHEAD, 2), ((), 100):
+        folder = train_run(
+            tmp_path, *LONG, *common, *schedule, f"run.debug_exit_after={steps}",
+            "algorithm.correction.high=2.0",
+        )  # fmt: skip
+    account = check_ledger(folder)
+    assert account.violations == []
+    trained = Counter(
+        ordinal
+        for line in (folder / "ledger.jsonl").read_text().splitlines()
+        for ordinal in json.loads(line)["trained"]
+    )
+    assert trained
+    assert set(trained.values()) == {1}
+    assert sorted(trained) == list(range(len(trained)))
