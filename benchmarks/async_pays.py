@@ -1,7 +1,7 @@
 """When sampling ahead of training pays: on a model of engine and trainer, and for real on a CPU.
 
     python benchmarks/async_pays.py virtual
-    python benchmarks/async_pays.py real [--folder runs/async-pays] [--turns 2] [--steps 60]
+    python benchmarks/async_pays.py real [--folder runs/async-pays] [--turns 2] [--steps 40]
 
 `virtual`: the real feed and buffers in virtual time, between an engine with a fixed number of
 places, each of which makes tokens at a constant speed, and a trainer that takes a constant time a
@@ -277,7 +277,7 @@ def main() -> int:
     parser.add_argument("what", choices=("virtual", "real"))
     parser.add_argument("--folder", type=Path, default=Path("runs/async-pays"))
     parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()
     if options.what == "virtual":
         return 0 if measure_virtual() else 1

@@ -63,11 +63,9 @@ def written_where(problems: Iterable[Problem], written: Any) -> list[Problem]:
 def _is_written(tables: Any, path: KeyPath) -> bool:
     node = tables
     for part in path:
-        if isinstance(node, list) and isinstance(part, int) and part < len(node):
+        try:
             node = node[part]
-        elif isinstance(node, dict) and part in node:
-            node = node[part]
-        else:
+        except (KeyError, IndexError, TypeError):
             return False
     return True
 

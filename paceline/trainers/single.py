@@ -264,7 +264,9 @@ class SingleTrainer:
             self._optimizer.step()
             self._num_updates += 1
         else:
-            logger.warning("version %d: loss or gradient is not finite, step skipped", self._version)
+            logger.warning(
+                "version %d: loss or gradient is not finite, step skipped", self._version
+            )
         self._optimizer.zero_grad()
         return StepReport(self._version, lr=lr, grad_norm=norm, is_skipped=not is_finite)
 
