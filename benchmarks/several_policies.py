@@ -57,7 +57,8 @@ def run(seed: int, folder: Path) -> Outcome:
     command = [sys.executable, str(EXAMPLE), "--seed", str(seed), "--folder", str(folder)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=3600)
     minutes, processor = (time.monotonic() - start_s) / 60, (_children_s() - used_s) / 60
-    rows = [json.loads(line) for line in (run_dir / "solver-verifier/metrics.jsonl").open()]
+    text = (run_dir / "solver-verifier/metrics.jsonl").read_text()
+    rows = [json.loads(line) for line in text.splitlines()]
 
     def of(name: str) -> tuple[float, float]:
         values = [row[name] for row in rows if name in row]

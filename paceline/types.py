@@ -247,7 +247,7 @@ class StepReport:
     grad_norm: float
     """L2 norm before clipping."""
     is_skipped: bool = False
-    """True if the gradient was not finite: weights and moments are untouched."""
+    """True if a loss or the gradient was not finite: weights and moments are untouched."""
 
 
 def derive_seed(run_seed: int, *keys: str | int) -> int:

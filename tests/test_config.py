@@ -286,9 +286,12 @@ def test_a_misspelt_key_is_not_also_called_missing(tmp_path: Path) -> None:
             r"after prompts of up to 50 tokens do not fit into engine.max_context = 300",
         ),
         (VALID, ["engine.weights=shared", "memory.order=host"], r"leave \"weights\" out"),
+        # Case 28.
         (VALID, ["rollout.samples_per_prompt=1"], r"write 2 or more"),
         (VALID, ["trainer.updates_per_step=17"], r"found 17, but a step has 16 prompts"),
+        # Case 22.
         (VALID, ["rollout.sampling.top_k=3"], r"the trainer applies the temperature only"),
+        (VALID, ["rollout.sampling.top_p=0.9"], r"the trainer applies the temperature only"),
         (VALID, ["rollout.sampling.temperature=0"], r"training needs temperature > 0"),
         (VALID, ["checkpoint.best_metric=eval/x/reward"], r"the run has no eval sets"),
         (FULL, ["checkpoint.best_metric=eval/hold/reward"], r"nearest: 'held'"),

@@ -68,7 +68,7 @@ def warm_up_rows(seed):
 
 def show(run):
     """What the proposer asked for, in the first step and in the last one."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").open()]
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if row["policy"] == "proposer"]
     table = Table("problems", "first step", "last step", title="What the proposer writes")
     for what in ("valid", "carries"):

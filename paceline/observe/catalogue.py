@@ -45,7 +45,7 @@ CATALOGUE: dict[str, Meaning] = {
     ),
     "critic/return": Meaning("What should be predicted", "", "mean over trained tokens"),
     "critic/skipped_updates": Meaning(
-        "Optimizer steps skipped for a non-finite gradient", "updates", "sum over the step"
+        "Optimizer steps skipped for a non-finite loss or gradient", "updates", "sum over the step"
     ),
     "critic/trained_tokens": Meaning(
         "Trained tokens, once for each pass over them", "tokens", "sum over the step"
@@ -343,7 +343,7 @@ CATALOGUE: dict[str, Meaning] = {
         "Reward that follows a token, discounted, KL included", "", "mean over trained tokens"
     ),
     "train/skipped_updates": Meaning(
-        "Optimizer steps skipped for a non-finite gradient", "updates", "sum over the step"
+        "Optimizer steps skipped for a non-finite loss or gradient", "updates", "sum over the step"
     ),
     "train/small_groups": Meaning(
         "Groups with fewer than two trainable episodes: advantage 0", "groups", "sum over the step"

@@ -131,7 +131,7 @@ class Trainer(Protocol):
     async def optim_step(self) -> StepReport:
         """Clip, step, advance the schedule, raise the version.
 
-        A non-finite gradient raises the version alone: weights, moments and schedule stay.
+        A non-finite loss or gradient raises the version alone: weights, moments and schedule stay.
         """
 
     async def send(self, plan: WeightPlan) -> WeightPlan:

@@ -110,7 +110,7 @@ class SingleTrainer:
         return await self._thread.run(lambda: self._add_gradients(batch))
 
     async def optim_step(self) -> StepReport:
-        """Clip, step, advance the schedule. A non-finite gradient leaves all three untouched."""
+        """Clip, step, advance the schedule. A non-finite loss or gradient leaves all untouched."""
         return await self._thread.run(self._step)
 
     async def send(self, plan: WeightPlan) -> WeightPlan:

@@ -30,7 +30,7 @@ async def set_signal(cut: CutSignal) -> None:
 
 
 def test_a_cut_answer_keeps_its_tokens_log_probs_and_versions(serve: Serve, step_gate: Any) -> None:
-    """One runs, one waits for a slot; their neighbours are as if there had been no cut."""
+    """Case 44. One runs, one waits for a slot; their neighbours are as if there had been no cut."""
     model = tiny_model()
 
     async def use(engine: EmbeddedEngine) -> list[Completion]:

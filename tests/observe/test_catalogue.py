@@ -31,6 +31,7 @@ def test_near_names_are_found() -> None:
 
 
 def test_every_entry_is_complete_and_in_order() -> None:
+    """Case 84: each metric says what it is a mean over."""
     assert list(CATALOGUE) == sorted(CATALOGUE)
     for name, meaning in CATALOGUE.items():
         assert re.fullmatch(r"[a-z]+(/[\w<>]+)+", name), name

@@ -75,7 +75,7 @@ def losses(folder: Path) -> list[tuple[str, int, float]]:
 
 
 def test_uneven_parts_give_one_number_everywhere(tmp_path: Path) -> None:
-    """Groups of 1 and of 3: the mean over all four, the same in the file and in every sink."""
+    """Case 84. Groups of 1 and of 3: the mean over all four, the same in the file and all sinks."""
     tracker, progress = Shown(), Shown()
     recorder = make(tmp_path, trackers=[tracker], progress=progress)
     recorder.start({})
@@ -90,6 +90,7 @@ def test_uneven_parts_give_one_number_everywhere(tmp_path: Path) -> None:
 
 
 def test_one_row_a_step_and_steps_rise(tmp_path: Path) -> None:
+    """Case 86."""
     recorder = make(tmp_path)
     recorder.start({})
     one_step(recorder, 0, 0.5)

@@ -84,6 +84,7 @@ def test_logprobs_are_exact_as_float32() -> None:
 
 
 def test_versions_of_tokens_come_back_in_their_runs(tmp_path: Path) -> None:
+    """Case 45: the version of each token is kept."""
     mask = [False, True, True, False, True, True]
     mixed = make_sample(
         tokens=[1] * 6, mask=mask, logprobs=[0.0] * 6, versions=[-1, 3, 3, -1, 4, 3]

@@ -65,7 +65,7 @@ def test_one_answer_becomes_one_sample() -> None:
 
 
 def test_sampled_ids_go_on_as_they_were_sampled() -> None:
-    """Ids that no encoding of their text gives: two tokens where the tokenizer has one."""
+    """Case 39. Ids that no encoding of their text gives: two tokens where the tokenizer has one."""
     odd = [*ids("he"), 2, *ids("llo"), EOS]
 
     def answer(request: Request) -> Completion:
@@ -91,6 +91,7 @@ def test_sampled_ids_go_on_as_they_were_sampled() -> None:
 
 
 def test_a_template_that_rewrites_old_turns_gives_one_row_a_turn() -> None:
+    """Case 40."""
     actor, engine = make(lambda request: said("x!y"), DROPS)
 
     async def play() -> None:
@@ -148,6 +149,7 @@ def test_plain_text_goes_on_with_the_same_ids() -> None:
 
 
 def test_an_answer_cut_off_by_length_gets_nothing_appended() -> None:
+    """Case 43."""
     actor, _ = make(lambda request: said("12", "length"), KEEPS)
     reply = asyncio.run(actor(CHAT))
     (sample,) = actor.samples()

@@ -57,12 +57,14 @@ def unscored(cause: str = "reward/timeout", **fields: object) -> Sample:
 
 
 def test_drop_sample_keeps_the_siblings() -> None:
+    """Case 50."""
     g = group(sample(1.0), unscored(), sample(0.0))
     assert settle_failures(g, "drop_sample") is None
     assert rewards_of(g, "policy") == [1.0, 0.0]
 
 
 def test_drop_group_drops_all_of_it() -> None:
+    """Case 50."""
     assert settle_failures(group(sample(1.0), unscored()), "drop_group") == "failed"
     assert settle_failures(group(sample(1.0), sample(0.0)), "drop_group") is None
 
@@ -72,6 +74,7 @@ def test_a_group_without_a_trainable_sample_is_dropped() -> None:
 
 
 def test_zero_makes_a_failed_answer_worth_nothing() -> None:
+    """Case 50."""
     g = group(
         unscored(), unscored(finish="length"), sample(None, status=Status.FAILED, cause="env/X")
     )
@@ -85,6 +88,7 @@ def test_zero_makes_a_failed_answer_worth_nothing() -> None:
 
 
 def test_zero_is_not_for_what_was_not_served_or_not_answered() -> None:
+    """Case 51."""
     aborted = sample(None, status=Status.ABORTED, cause="engine/abort")
     refused = sample(None, status=Status.FAILED, cause="engine/refused")
     silent = sample(None, status=Status.FAILED, cause="env/X", num_tokens=0)
@@ -94,6 +98,7 @@ def test_zero_is_not_for_what_was_not_served_or_not_answered() -> None:
 
 
 def test_fail_ends_the_run_with_prompt_cause_and_detail() -> None:
+    """Case 50."""
     with pytest.raises(RewardError, match=r"prompt 'p', episode 0: reward/timeout: it broke"):
         settle_failures(group(sample(1.0), unscored()), "fail")
     with pytest.raises(RolloutError, match="env/LookupError"):
@@ -129,6 +134,7 @@ def overlong(**fields: object) -> RolloutConfig:
     ("num_tokens", "penalty"), [(10, 0.0), (60, 0.0), (70, -0.125), (80, -0.25), (100, -0.5)]
 )
 def test_overlong_penalty_rises_linearly(num_tokens: int, penalty: float) -> None:
+    """Case 35, the part of an answer without an end."""
     g = group(sample(1.0, num_tokens=num_tokens))
     shape_overlong(g, overlong())
     (s,) = g.samples()
@@ -177,6 +183,7 @@ def test_only_dynamic_sampling_drops_equal_rewards() -> None:
 
 
 def test_masking_cuts_all_columns_of_truncated_samples_together() -> None:
+    """Case 44."""
     g = group(sample(1.0, status=Status.TRUNCATED), sample(0.0))
     mask_truncated(g)
     cut, kept = g.samples()

@@ -109,6 +109,7 @@ def test_pad_equal_to_end_is_no_special_case() -> None:
 def test_templates_that_rewrite_old_turns_are_found_out(
     template: str | None, can_extend: bool
 ) -> None:
+    """Case 40."""
     assert renderer(template).can_extend is can_extend
 
 

@@ -201,6 +201,7 @@ def test_a_short_over_sampled_wave_with_surplus_has_not_exhausted_the_stream() -
 
 
 def test_one_failed_sample_costs_itself_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """Cases 31 and 50."""
     caplog.set_level(logging.WARNING)
     score: Scoring = lambda number, index: FAILED if (number, index) == (1, 0) else index  # noqa: E731
     batch = collect(make(score, samples_per_prompt=3), FakeStream())
@@ -279,6 +280,7 @@ def test_overlong_answers_are_shaped_before_rewards_are_compared() -> None:
 
 
 def test_masked_truncated_answers_are_measured_before_they_are_masked() -> None:
+    """Case 86, the part of lengths."""
     runner = make(varied, truncated="mask")
     engine = ScriptedEngine(lambda request: said("12.1", "length"))
     seat = runner._seats["policy"]

@@ -105,6 +105,8 @@ def test_cut_off_and_aborted_answers() -> None:
 
 
 def test_an_episode_that_was_not_served_is_played_again_and_keeps_its_siblings() -> None:
+    """Case 51."""
+
     def answer(request: Request) -> Completion | Exception:
         match len(engine.requests):
             case 2:

@@ -28,6 +28,7 @@ from paceline.rollout.score import Score, exception_score, to_score
     ],
 )
 def test_every_kind_of_number_is_the_same_float(result: Any, value: float) -> None:
+    """Case 52."""
     score = to_score(result, {})
     assert score == Score(value)
     assert type(score.value) is float
@@ -54,6 +55,7 @@ def test_every_kind_of_number_is_the_same_float(result: Any, value: float) -> No
     ],
 )
 def test_what_is_no_number_can_not_be_scored(result: Any, cause: str) -> None:
+    """Cases 31 and 52: NaN, infinities and None are causes, never numbers."""
     score = to_score(result, {})
     assert (score.value, score.cause) == (None, cause)
     assert score.detail
@@ -65,6 +67,7 @@ def test_named_parts_are_summed() -> None:
 
 
 def test_weights_choose_the_reward_and_the_rest_is_only_logged() -> None:
+    """Case 52: a reward of several parts."""
     score = to_score({"a": 1, "b": 0.5, "c": None, "d": math.nan}, {"a": 2.0, "b": 0.0})
     assert score == Score(2.0, {"a": 1.0, "b": 0.5})
 

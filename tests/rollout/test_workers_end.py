@@ -116,6 +116,7 @@ def hang_if_asked(completion: str, prompt: str) -> float:
 
 
 def test_a_hung_call_ends_with_all_it_started_and_its_process_is_replaced(tmp_path: Path) -> None:
+    """Case 49."""
     note = tmp_path / "pid"
 
     async def run() -> tuple[Score, Score, list[int], list[int], float]:
@@ -143,6 +144,8 @@ def test_a_hung_call_ends_with_all_it_started_and_its_process_is_replaced(tmp_pa
 
 @pytest.mark.slow
 def test_after_ten_hung_calls_the_pool_has_its_size_and_nothing_is_left_behind() -> None:
+    """Case 49."""
+
     async def run() -> None:
         pool = WorkerPool({"f": pickled(hang_if_asked)}, num_workers=2, timeout_s=0.5)
         try:

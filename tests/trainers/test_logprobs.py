@@ -40,6 +40,7 @@ def _naive(logits_NV, targets_N, temperatures_N):
 
 
 def test_temperature_divides_logits_before_the_softmax():
+    """Case 21."""
     logits = torch.tensor([[2.0, 0.0], [2.0, 0.0]], dtype=torch.float64)
     logprobs, entropy = token_logprobs(
         logits, torch.tensor([0, 0]), torch.tensor([0.5, 1.0], dtype=torch.float64)
