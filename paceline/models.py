@@ -260,7 +260,13 @@ def _locate(named: str, *, key: str, needs: str | None) -> str:
 
 def _load_error(what: str, key: str, named: str, trust: bool, error: Exception) -> ConfigError:
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    if Path(named).expanduser().is_dir():
+    folder = Path(named).expanduser()
+    if what == "tokenizer" and folder.is_dir() and not _holds_tokenizer(folder):
+        return ConfigError(
+            f"{key} = {named!r}: the folder holds no tokenizer (such as tokenizer.json): set "
+            f"{key.rpartition('.')[0]}.tokenizer to a folder or a model id that has one"
+        )
+    if folder.is_dir():
         advice = "the folder's files are damaged or of an unknown kind"
     else:
         advice = (
@@ -271,6 +277,11 @@ def _load_error(what: str, key: str, named: str, trust: bool, error: Exception) 
         block = key.rpartition(".")[0]
         advice = f"set {block}.trust_remote_code = true if you trust the code that comes with it"
     return ConfigError(f"{key} = {named!r}: the {what} can not be loaded: {reason} ({advice})")
+
+
+def _holds_tokenizer(folder: Path) -> bool:
+    patterns = ("*tokenizer*", "*vocab*", "*.model", "*.tiktoken", "*.gguf")
+    return any(path for pattern in patterns for path in folder.glob(pattern))
 
 
 def _valid_generation_config(config: Any) -> Any:

@@ -128,6 +128,12 @@ def test_pad_becomes_the_end_token_only_where_it_is_missing(tmp_path):
         load_tokenizer(ModelConfig(path=str(tmp_path / "neither")))
 
 
+def test_a_folder_without_tokenizer_says_which_key_to_set(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "bare")
+    with pytest.raises(ConfigError, match=r"holds no tokenizer .*set model\.tokenizer"):
+        load_tokenizer(ModelConfig(path=str(tmp_path / "bare")))
+
+
 def test_a_tokenizer_of_another_folder_and_a_chat_template_from_a_file(folder, tmp_path):
     tiny_tokenizer("other").save_pretrained(tmp_path / "other")
     config = ModelConfig(path=str(folder), tokenizer=str(tmp_path / "other"))

@@ -23,6 +23,10 @@ logger = logging.getLogger(__name__)
 def open_store(run_file: RunFile, disposer: Disposer) -> tuple[CheckpointStore, Checkpoint | None]:
     """The run's checkpoints, locked for this process, and the one to go on from."""
     store = CheckpointStore(run_file.run_dir / "checkpoints", run_file.checkpoint)
+    if run_file.run.resume == "must" and not store.root.exists():
+        raise ConfigError(
+            f"run.resume is `must`, but there is no {store.root}: is run.name the one you meant?"
+        )
     for note in store.prepare():
         logger.info("checkpoints: %s", note)
     disposer.add("checkpoint folder", store.close)

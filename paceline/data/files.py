@@ -87,6 +87,16 @@ def _text(path: Path, shown: str) -> str:
         ) from error
 
 
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object. Raises ValueError for a key that stands in it twice: one value would be lost."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twin = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {twin!r} stands in an object twice")
+    return found
+
+
 def _object(value: Any, where: str) -> RawRow:
     if isinstance(value, dict):
         return RawRow(where, value)
@@ -100,7 +110,7 @@ def _jsonl_rows(text: str, shown: str) -> Iterator[RawRow]:
             continue
         where = f"{shown}:{number}"
         try:
-            value = json.loads(line)
+            value = json.loads(line, object_pairs_hook=_without_twins)
         except json.JSONDecodeError as error:
             yield RawRow(where, problem=f"broken JSON: {error.msg} at column {error.colno}")
         except (ValueError, RecursionError) as error:
@@ -113,7 +123,7 @@ def _json_rows(text: str, shown: str) -> Iterator[RawRow]:
     if not text.strip():
         return
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_without_twins)
     except json.JSONDecodeError as error:
         hint = ': for one object a line set format = "jsonl"' if error.msg == "Extra data" else ""
         raise DataError(

@@ -138,7 +138,8 @@ class PythonSource(Table):
     kind: Literal["python"] = "python"
     function: str = Field(min_length=1)
     """"module:name" or "file.py:name" (relative to the run file). The name is an iterable, or a
-    function without parameters that returns one, of texts, dictionaries or Prompts."""
+    function without parameters that returns one, of texts, dictionaries or Prompts. It is read to
+    its end before the run starts, so it must have one."""
 
     @field_validator("function")
     @classmethod

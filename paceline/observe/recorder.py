@@ -105,7 +105,8 @@ class Recorder:
             for name in policy_names(self._samples.folder):
                 self._samples.of_policy(name).start(steps.get(name, -1))
         for sink in self._sinks:
-            sink.start(self._last_step)
+            # A row may be missing of a step that is in the weights; who watches is told of those.
+            sink.start(steps if sink is self._progress else self._last_step)
         self.event("start", steps=dict(steps))
 
     def _set_aside(self) -> None:

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from tiny import tiny_model, tiny_tokenizer
 
+from paceline.build.opening import open_store
 from paceline.build.parts import Given, Text, load_eval_sets, load_prompts, make_text
 from paceline.config import RunFile, load_run_file
 from paceline.drivers.dispose import Disposer
-from paceline.errors import DataError
+from paceline.errors import ConfigError, DataError
 
 RUN_FILE = """
 [run]
@@ -121,3 +122,14 @@ def test_answers_without_an_end_are_warned_about(
     tokenizer.save_pretrained(tmp_path / "model")
     make_text(run_file, model)
     assert ("has an end token" in caplog.text) is warns
+
+
+def test_a_resume_of_nothing_is_refused_and_leaves_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(RUN_FILE)
+    for name in ("prompts.jsonl", "held.jsonl"):
+        (tmp_path / name).write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    tiny_model().save_pretrained(tmp_path / "model")
+    run_file = load_run_file(tmp_path / "run.toml", ["run.resume=must", "run.name=typo"])
+    with pytest.raises(ConfigError, match=r"there is no .*typo.checkpoints: is run\.name"):
+        open_store(run_file, Disposer())
+    assert not (tmp_path / "runs").exists()

@@ -109,6 +109,14 @@ def test_bad_rows_fail_by_default_with_the_first_ten_and_the_count(tmp_path):
         ('{"prompt": "a", "loss": NaN}', None),
         ('{"prompt": "\\ud83d\\ude00"}', None),
         ('{"prompt": true}', "prompt is a boolean (true)"),
+        (
+            '{"prompt": "a", "prompt": "b"}',
+            "broken JSON: the key 'prompt' stands in an object twice",
+        ),
+        (
+            '{"prompt": "a", "note": {"k": 1, "k": 1}}',
+            "broken JSON: the key 'k' stands in an object twice",
+        ),
         ('{"prompt": {"text": "a"}}', "prompt is an object"),
     ],
 )

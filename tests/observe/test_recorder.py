@@ -119,6 +119,16 @@ def test_policies_have_their_own_axes(tmp_path: Path) -> None:
         again.begin_step("a", 1)
 
 
+def test_who_watches_is_told_of_the_weights_and_trackers_of_the_rows(tmp_path: Path) -> None:
+    recorder = make(tmp_path)
+    recorder.start({})
+    one_step(recorder, 1, 0.5)
+    tracker, progress = Shown(), Shown()
+    make(tmp_path, trackers=[tracker], progress=progress).start({"policy": 2})
+    assert tracker.calls == [("start", {"policy": 1})]
+    assert progress.calls == [("start", {"policy": 2})]
+
+
 def test_a_resume_cuts_later_rows_and_a_torn_line(tmp_path: Path) -> None:
     recorder = make(tmp_path)
     recorder.start({})
