@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from paceline.observe.metrics import Metrics
@@ -45,7 +45,9 @@ def batch_of(
     metrics.max("rollout/buffer_groups", taken.num_ready)
     groups = taken.groups
     if config.truncated == "mask":
-        groups = [_masked(group, policy) for group in groups]
+        groups = [_changed(group, policy, _without_truncated) for group in groups]
+    if config.partial == "mask":
+        groups = [_changed(group, policy, newest_tokens) for group in groups]
     # A list of its own: whoever has learned from the groups clears it.
     lost = [(one.ordinal, one.prompt, one.reason) for one in taken.dropped if one.group is None]
     return RolloutBatch(
@@ -71,19 +73,40 @@ def _add_versions(metrics: Metrics, groups: Sequence[Group], policy: str) -> Non
         metrics.sum("rollout/interruptions", sample.interruptions)
 
 
-def _masked(group: Group, policy: str) -> Group:
-    """A copy in which the truncated answers of the policy are out of the loss."""
+def _changed(group: Group, policy: str, change: Callable[[Sample], Sample]) -> Group:
+    """A copy in which the policy's samples are changed."""
     episodes = [
-        replace(episode, samples=[_masked_sample(s, policy) for s in episode.samples])
+        replace(episode, samples=[change(s) if s.policy == policy else s for s in episode.samples])
         for episode in group.episodes
     ]
     return replace(group, episodes=episodes)
 
 
-def _masked_sample(sample: Sample, policy: str) -> Sample:
-    if sample.policy != policy or sample.status is not Status.TRUNCATED:
+def _without_truncated(sample: Sample) -> Sample:
+    """Out of the loss, if it was truncated."""
+    is_out = sample.status is Status.TRUNCATED
+    return _with_mask(sample, [False] * len(sample.tokens)) if is_out else sample
+
+
+def newest_tokens(sample: Sample) -> Sample:
+    """Only what the newest weights of the answer have made stays in the loss.
+
+    Example: versions 3 3 3 4 4 -> mask 0 0 0 1 1.
+    """
+    newest = max(sample.versions)
+    if newest == NO_VERSION:
         return sample
-    length = len(sample.tokens)
+    pairs = zip(sample.mask, sample.versions, strict=True)
+    return _with_mask(sample, [inside and version == newest for inside, version in pairs])
+
+
+def _with_mask(sample: Sample, mask: list[bool]) -> Sample:
+    """With another mask, outside of which there are no log-probs and versions."""
     return replace(
-        sample, mask=[False] * length, logprobs=[0.0] * length, versions=[NO_VERSION] * length
+        sample,
+        mask=mask,
+        logprobs=[p if inside else 0.0 for p, inside in zip(sample.logprobs, mask, strict=True)],
+        versions=[
+            v if inside else NO_VERSION for v, inside in zip(sample.versions, mask, strict=True)
+        ],
     )

@@ -32,6 +32,10 @@ class RolloutConfig(Config):
     truncated: Literal["keep", "mask"] = "keep"
     """Answers cut off at `sampling.max_tokens`: `keep` trains on them as they are; `mask` lets
     their reward count in the baseline of their group and gives them no gradient."""
+    partial: Literal["keep", "mask"] = "keep"
+    """Answers during which new weights were published, where sampling runs ahead (`[schedule]`):
+    `keep` trains on all of their tokens; `mask` only on those of the newest weights in the
+    answer."""
     dynamic_sampling: bool = False
     """Drop groups whose rewards are all equal (they have no gradient) and draw new prompts in
     their place, in waves (DAPO, arXiv 2503.14476). Rewards are compared after overlong shaping.
