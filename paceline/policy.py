@@ -19,6 +19,7 @@ from paceline.teachers.base import Teacher
 from paceline.trainers.base import AREAS, Head, Place, Trainer
 from paceline.types import Batch, Group, Row
 from paceline.weights.base import PauseMode, Transport, WeightPlan
+from paceline.weights.check import WeightCheck, check_weights
 from paceline.weights.publish import publish
 
 
@@ -34,6 +35,8 @@ class Policy:
     updates_per_step: int = 1
     epochs_per_step: int = 1
     pause: PauseMode = "finish"
+    check: WeightCheck = "never"
+    """After which publishes the engine's weights are compared with the trainer's."""
     version: int = -1
     critic: Trainer | None = None
     """Learns what the algorithm's `critic` says; there if the algorithm has one."""
@@ -150,5 +153,13 @@ class Policy:
         that a resumed run computes the same bits.
         """
         plan = WeightPlan(self.name, self.trainer.version, self.transport)
-        sent = await publish(self.trainer, {"engine": self.engine}, plan, pause=self.pause)
+        is_first = self.version < 0
+        is_checked = self.check == "always" or (self.check == "first" and is_first)
+        sent = await publish(
+            self.trainer,
+            {"engine": self.engine},
+            plan,
+            pause=self.pause,
+            verify=check_weights if is_checked else None,
+        )
         self.version = sent.version

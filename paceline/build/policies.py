@@ -97,6 +97,7 @@ def make_policy(
         critic_only_steps=critic_only,
         teacher=teacher,
         pause=run_file.schedule.pause,
+        check=run_file.run.check_weights,
         takes_turns=run_file.memory.order != "none",
     )
 

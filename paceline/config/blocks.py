@@ -63,6 +63,10 @@ class RunConfig(Config):
     gate_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
     """With several policies: seconds that a save or an eval may wait for the others to come to
     rest; after that the run ends with a report of what each was doing."""
+    check_weights: Literal["never", "first", "always"] = "never"
+    """After a publish, compare what each policy's engine holds with what its trainer sent, bit for
+    bit: `first` after the first publish of every start, `always` after each. A difference ends the
+    run and names the tensors."""
     debug_exit_after: Annotated[int, Field(ge=1)] | None = None
     """End after this many steps of this start, with learning rates as if it went on: for testing
     that a run resumes."""

@@ -25,6 +25,7 @@ from paceline.engines.turns import Turns
 from paceline.errors import EngineError, WeightError
 from paceline.weights.base import PauseMode, WeightPlan
 from paceline.weights.receive import receive_into
+from paceline.weights.tensors import checksums, named_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -188,6 +189,11 @@ class EmbeddedEngine:
             await self._serving.call(self._weights.allocate)
         self._asleep -= parts
         self._suspend()
+
+    async def checksums(self) -> dict[str, str]:
+        """A hash of each tensor that is served; see `paceline.weights.check`."""
+        self._serving.refuse_if_dead()
+        return await self._serving.call(lambda: checksums(named_tensors(self._module)))
 
     async def aclose(self) -> None:
         """End the background task, fail what waits, free the memory. Idempotent."""
