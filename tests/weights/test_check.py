@@ -95,7 +95,7 @@ def test_a_publish_that_misses_a_tensor_ends_in_an_error(
                 for parameter in model.parameters():
                     parameter.add_(float(number or fails_at == 0))
             if number == fails_at:
-                with pytest.raises(WeightError, match="model.norm.weight"):
+                with pytest.raises(WeightError, match=r"model\.norm\.weight"):
                     await policy.publish()
                 break
             await policy.publish()
