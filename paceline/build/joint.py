@@ -138,7 +138,7 @@ def _warn_of_old_samples(run_file: RunFile) -> None:
         is_corrected = getattr(algorithm, "correction", None) is not None
         # A distribution over a teacher's top k has no weight of a sampled token.
         takes_none = not hasattr(algorithm, "correction") or bool(getattr(algorithm, "top_k", 0))
-        if schedule.runs_ahead and not is_corrected and not takes_none:
+        if schedule.max_staleness > 0 and not is_corrected and not takes_none:
             logger.warning(
                 "policy %r trains on answers of weights up to %d steps old, as if its own weights "
                 "had made them: set algorithm.correction, for instance "
@@ -174,7 +174,12 @@ def _fingerprint(
         (member,), (feed,) = members.values(), feeds
         own = member.fingerprint()
         return {"seed": run_file.run.seed, **own, "data": feed.stream.identity}
-    roles = {r: p.model_dump(mode="json", exclude_none=True) for r, p in run_file.cast.items()}
+    # Where an endpoint stands may change, and how patiently it is asked.
+    moves = {"url", "api_key_env", "timeout_s", "max_in_flight"}
+    roles = {
+        role: played_by.model_dump(mode="json", exclude_none=True, exclude=moves)
+        for role, played_by in run_file.cast.items()
+    }
     return {
         "seed": run_file.run.seed,
         "policies": {name: member.fingerprint() for name, member in members.items()},

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
+
+LEAVE_GRACE_S = 5.0
+"""For tasks that were left over to end once they are cancelled."""
 
 
 class Terminated(SystemExit):
@@ -18,7 +24,7 @@ class Terminated(SystemExit):
 def run_to_end(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Run it in a new event loop. SIGTERM is handled like Ctrl-C: cancel, dispose, leave (143)."""
     if threading.current_thread() is not threading.main_thread():
-        return asyncio.run(make())
+        return asyncio.run(_ending(make))
     was_terminated = False
 
     async def body() -> T:
@@ -36,6 +42,7 @@ def run_to_end(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
             return await make()
         finally:
             loop.remove_signal_handler(signal.SIGTERM)
+            await leave_behind()
 
     try:
         return asyncio.run(body())
@@ -43,3 +50,27 @@ def run_to_end(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         if was_terminated:
             raise Terminated(128 + signal.SIGTERM) from None
         raise
+
+
+async def _ending(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    try:
+        return await make()
+    finally:
+        await leave_behind()
+
+
+async def leave_behind(grace_s: float = LEAVE_GRACE_S) -> list[str]:
+    """Cancel what still runs in the loop, and forget what goes on all the same; returns its names.
+
+    Code of the user's that swallows a cancellation would otherwise keep the process from ending.
+    """
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    if others:
+        await asyncio.wait(others, timeout=grace_s)
+    late = [task for task in others if not task.done()]
+    for task in late:
+        logger.error("%s does not end although it was cancelled: it is left behind", task)
+        asyncio.tasks._unregister_task(task)
+    return [task.get_name() for task in late]

@@ -22,7 +22,7 @@ def check_all(
     written: Any,
 ) -> list[Problem]:
     """What is wrong across the keys of the whole file. written: the tables as they were given."""
-    between = run_checks(BETWEEN, run_file, wrong, situation)
+    between = written_where(run_checks(BETWEEN, run_file, wrong, situation), written)
     policies = getattr(run_file, "policies", None)
     if not policies:
         return run_checks(checks, run_file, wrong, situation) + between
@@ -73,7 +73,7 @@ def _is_written(tables: Any, path: KeyPath) -> bool:
 @reads("policies")
 def names_of_policies(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
     for name in run_file.policies:
-        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{0,63}", name):
+        if not re.fullmatch(NAME, name):
             yield Problem(
                 ("policies", name),
                 "a policy's name is a letter, then letters, digits, `_` and `-`, 64 at most; it "
@@ -94,6 +94,61 @@ def teacher_has_a_pupil(run_file: RunFile, situation: Situation) -> Iterator[Pro
         return
     if not any(p.algorithm.needs_teacher and not p.teacher for p in run_file.policies.values()):
         yield Problem(("teacher",), "no policy learns from it: take the block out")
+
+
+NAME = r"[A-Za-z][A-Za-z0-9_-]{0,63}"
+OWN_ROLLOUT = ("sampling", "prompts_per_step", "chat_template_options")
+"""Keys of `[rollout]` that a policy may have for itself in shared episodes."""
+
+
+@reads("roles")
+def names_of_roles(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
+    for role in run_file.roles:
+        if not re.fullmatch(NAME, role):
+            yield Problem(
+                ("roles", role),
+                "a role's name is a letter, then letters, digits, `_` and `-`, 64 at most; it "
+                "names metrics and files",
+            )
+
+
+@reads("policies")
+def shared_settings_are_shared(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
+    for name, policy in run_file.policies.items():
+        if policy.data is not None:
+            continue
+        for key, value in policy.rollout:
+            if key not in OWN_ROLLOUT and value != getattr(run_file.rollout, key):
+                yield Problem(
+                    ("policies", name, "rollout", key),
+                    f"it holds for the shared episodes as a whole: set rollout.{key}, or give the "
+                    "policy data of its own",
+                )
+        if policy.reward is not None:
+            yield Problem(
+                ("policies", name, "reward"),
+                "the shared episodes are scored by the environment and [reward]: take it out, or "
+                "give the policy data of its own",
+            )
+        if policy.learns and not policy.algorithm.learns_from_rollouts:
+            kind = getattr(policy.algorithm, "kind", "it")
+            yield Problem(
+                ("policies", name, "algorithm", "kind"),
+                f"{kind} learns completions from data, not from episodes: give the policy data of "
+                "its own",
+            )
+
+
+@reads("policies", "schedule")
+def something_bounds_sampling(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
+    learners = [name for name in run_file.learners if name in run_file.shared_policies]
+    schedules = {name: run_file.view(name).schedule for name in learners}
+    if schedules and all(one.on_full == "drop_oldest" for one in schedules.values()):
+        yield Problem(
+            _key(run_file, learners[0], "schedule", "on_full"),
+            '"drop_oldest" for every policy that learns from these episodes: nothing would bound '
+            'sampling; write "wait" for one of them',
+        )
 
 
 @reads("run.leader")
@@ -237,6 +292,9 @@ def _meant(name: str, known: Sequence[str]) -> str:
 
 BETWEEN: tuple[Check, ...] = (
     names_of_policies,
+    names_of_roles,
+    shared_settings_are_shared,
+    something_bounds_sampling,
     teacher_has_a_pupil,
     leader_is_one,
     roles_are_played,

@@ -155,7 +155,9 @@ async def end(run: Run) -> None:
         raise DataError(
             "the run ended without a single update: the prompts gave no group to train on"
         )
-    if run.is_save_due(run.step) and run.saved_step != run.step:
+    _warn_of_idle(run)
+    has_moved = run.saved_steps is not None and run.saved_steps != run.board.trained_steps()
+    if run.is_save_due(run.step) and (run.saved_step != run.step or has_moved):
         await save(run, run.step)
     if run.is_eval_due(run.step) and run.evaluated_step != run.step:
         if run.board[run.policy.name].published < run.step:
@@ -171,6 +173,18 @@ async def end(run: Run) -> None:
             "learned: every answer was cut off and masked (see rollout.truncated), "
             "or the environment never asked the policy"
         )
+
+
+def _warn_of_idle(run: Run) -> None:
+    """A policy that was to learn and did not is worth a word."""
+    for other in run.others:
+        name = other.policy.name
+        if other.board[name].trained == 0 and run.step > 0:
+            logger.warning(
+                "policy %r has not made a single step: the environment gave it too few samples "
+                "that it could be trained on, or never asked its roles", name,
+            )  # fmt: skip
+            run.recorder.event("idle", policy=name)
 
 
 async def save(run: Run, step: int) -> None:
@@ -207,7 +221,7 @@ async def save(run: Run, step: int) -> None:
         run.store.commit(staged)
     run.save_request.acknowledge()
     run.recorder.event("saved", step=step)
-    run.saved_step = step
+    run.saved_step, run.saved_steps = step, run.board.trained_steps()
 
 
 def _progress(run: Run) -> PolicyProgress:

@@ -130,6 +130,12 @@ def _zero(episode: Episode) -> None:
 def all_failed(groups: Sequence[Group], step: int) -> RewardError | RolloutError:
     """The error for groups of which no sample can be trained on."""
     samples = [sample for group in groups for sample in group.samples()]
+    if not samples:
+        return RolloutError(
+            f"step {step}: no role that learns was asked anything in any of "
+            f"{sum(len(group.episodes) for group in groups)} episodes: let the environment await "
+            "an answer of its actors"
+        )
     causes = Counter(sample.cause or sample.status.value for sample in samples)
     counts = ", ".join(f"{count} {cause}" for cause, count in causes.most_common())
     first = next((sample for sample in samples if sample.cause), None)

@@ -170,7 +170,10 @@ class Runner:
             again = [i for i, (episode, _) in enumerate(played) if _is_unserved(episode)]
             if not again:
                 break
-            logger.warning("step %d: %d episodes not served, playing again", step, len(again))
+            logger.warning(
+                "step %d: %d episodes not served (%s), playing again",
+                step, len(again), _refusal(played[again[0]][0]),
+            )  # fmt: skip
             retried = [replace(places[i], attempt=attempt) for i in again]
             results = await _run_all([self._play(place, seats) for place in retried])
             for i, result in zip(again, results, strict=True):
@@ -297,6 +300,13 @@ def _episode(place: _Place, actors: Mapping[str, Player], outcome: Outcome) -> E
 
 def _learns(actor: Player) -> bool:
     return isinstance(actor, RecordingActor) and actor.learns
+
+
+def _refusal(episode: Episode) -> str:
+    """What the engine said of the first sample that it did not serve."""
+    samples = (*episode.samples, *episode.others)
+    refused = next((s for s in samples if (s.cause or "").startswith("engine/")), None)
+    return "for an unknown reason" if refused is None else f"{refused.cause}: {refused.detail}"
 
 
 def _is_unserved(episode: Episode) -> bool:

@@ -116,6 +116,12 @@ CASES: list[tuple[str, str, str]] = [
     ("schedule.straggler.after_s=1", "schedule", "where sampling runs ahead"),
     ("rollout.samples_per_prompt=1", "rollout.samples_per_prompt", "compares the answers"),
     ("policies.verifier.rollout.sampling.top_p=0.5", "policies.verifier.rollout.sampling", "top_p"),
+    ('roles."a/b"=solver roles.y=verifier', 'roles."a/b"', "a role's name is a letter"),
+    ("policies.verifier.rollout.truncated=mask", "policies.verifier.rollout.truncated", "as a"),
+    ("policies.verifier.reward.kind=exact", "policies.verifier.reward", "data of its own"),
+    ("policies.verifier.algorithm.kind=sft", "policies.verifier.algorithm.kind", "data of its"),
+    ("schedule.on_full=drop_oldest", "schedule.on_full", "nothing would bound"),
+    ("schedule.max_lead=2", "schedule.max_lead", "is the leader"),
     ('policies."9x".model.path=a', 'policies."9x"', "a policy's name is a letter"),
 ]
 
