@@ -66,8 +66,8 @@ class Run:
     first_step: int = 1
     """The first step of this process."""
     saved_step: int | None = None
-    saved_steps: dict[str, int] | None = None
-    """What every policy had trained at the last save of this process."""
+    saved: tuple[dict[str, int], bytes] | None = None
+    """What every policy had trained at the last save of this process, and the state of the data."""
     evaluated_step: int | None = None
     trained_tokens: int = 0
     """Over all steps of this process."""

@@ -10,6 +10,7 @@ from paceline.checkpoint import PolicyProgress, RunState
 from paceline.drivers.run import Run
 from paceline.errors import DataError, RolloutError
 from paceline.evals import EvalResult
+from paceline.observe.files import encode_json
 from paceline.observe.ledger import Entry
 from paceline.rollout.batch import RolloutBatch
 
@@ -156,8 +157,7 @@ async def end(run: Run) -> None:
             "the run ended without a single update: the prompts gave no group to train on"
         )
     _warn_of_idle(run)
-    has_moved = run.saved_steps is not None and run.saved_steps != run.board.trained_steps()
-    if run.is_save_due(run.step) and (run.saved_step != run.step or has_moved):
+    if run.is_save_due(run.step) and (run.saved_step != run.step or _has_moved(run)):
         await save(run, run.step)
     if run.is_eval_due(run.step) and run.evaluated_step != run.step:
         if run.board[run.policy.name].published < run.step:
@@ -173,6 +173,13 @@ async def end(run: Run) -> None:
             "learned: every answer was cut off and masked (see rollout.truncated), "
             "or the environment never asked the policy"
         )
+
+
+def _has_moved(run: Run) -> bool:
+    """True if a follower has trained, or something became of a draw, since the last save."""
+    if run.saved is None:
+        return False
+    return run.saved != (run.board.trained_steps(), encode_json(run.data_state()))
 
 
 def _warn_of_idle(run: Run) -> None:
@@ -202,7 +209,8 @@ async def save(run: Run, step: int) -> None:
                 await critic.save(staged.critic_folder(name))
             for past in member.past:
                 await past.save(folder / "past" / past.role)
-        staged.write_json("data.json", run.data_state())
+        data = run.data_state()
+        staged.write_json("data.json", data)
         staged.write_state(
             RunState(
                 step=step,
@@ -221,7 +229,7 @@ async def save(run: Run, step: int) -> None:
         run.store.commit(staged)
     run.save_request.acknowledge()
     run.recorder.event("saved", step=step)
-    run.saved_step, run.saved_steps = step, run.board.trained_steps()
+    run.saved_step, run.saved = step, (run.board.trained_steps(), encode_json(data))
 
 
 def _progress(run: Run) -> PolicyProgress:
