@@ -66,7 +66,7 @@ class Run:
     first_step: int = 1
     """The first step of this process."""
     saved_step: int | None = None
-    saved: tuple[dict[str, int], bytes] | None = None
+    saved: tuple[dict[str, int], JsonValue] | None = None
     """What every policy had trained at the last save of this process, and the state of the data."""
     evaluated_step: int | None = None
     trained_tokens: int = 0

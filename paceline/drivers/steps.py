@@ -10,7 +10,6 @@ from paceline.checkpoint import PolicyProgress, RunState
 from paceline.drivers.run import Run
 from paceline.errors import DataError, RolloutError
 from paceline.evals import EvalResult
-from paceline.observe.files import encode_json
 from paceline.observe.ledger import Entry
 from paceline.rollout.batch import RolloutBatch
 
@@ -179,7 +178,7 @@ def _has_moved(run: Run) -> bool:
     """True if a follower has trained, or something became of a draw, since the last save."""
     if run.saved is None:
         return False
-    return run.saved != (run.board.trained_steps(), encode_json(run.data_state()))
+    return run.saved != (run.board.trained_steps(), run.data_state())
 
 
 def _warn_of_idle(run: Run) -> None:
@@ -229,7 +228,7 @@ async def save(run: Run, step: int) -> None:
         run.store.commit(staged)
     run.save_request.acknowledge()
     run.recorder.event("saved", step=step)
-    run.saved_step, run.saved = step, (run.board.trained_steps(), encode_json(data))
+    run.saved_step, run.saved = step, (run.board.trained_steps(), data)
 
 
 def _progress(run: Run) -> PolicyProgress:
