@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from paceline.deadline import stop
 from paceline.engines.base import CutSignal, Engine, Sampling
-from paceline.errors import ConfigError, EngineError, PacelineError
+from paceline.errors import ConfigError, EngineError, PacelineError, RolloutError
 from paceline.rollout.actor import RecordingActor, Seat
 from paceline.rollout.award import award, award_other, has_failed
 from paceline.rollout.env import Env, Outcome
@@ -165,7 +165,7 @@ class Runner:
     async def _play_all(
         self, places: Sequence[_Place], seats: Mapping[str, AnySeat], step: int
     ) -> list[Episode]:
-        played = await _run_all([self._play(place, seats) for place in places])
+        played = await self._play_at_once(places, seats)
         for attempt in range(1, self.config.episode_retries + 1):
             again = [i for i, (episode, _) in enumerate(played) if _is_unserved(episode)]
             if not again:
@@ -175,13 +175,21 @@ class Runner:
                 step, len(again), _refusal(played[again[0]][0]),
             )  # fmt: skip
             retried = [replace(places[i], attempt=attempt) for i in again]
-            results = await _run_all([self._play(place, seats) for place in retried])
+            results = await self._play_at_once(retried, seats)
             for i, result in zip(again, results, strict=True):
                 played[i] = result
         refusals = [refusal for _, refusal in played if refusal is not None]
         if refusals and len(refusals) == len(played):
             raise refusals[0]
         return [episode for episode, _ in played]
+
+    async def _play_at_once(
+        self, places: Sequence[_Place], seats: Mapping[str, AnySeat]
+    ) -> list[tuple[Episode, EngineError | None]]:
+        limit_s = self.config.episode_timeout_s
+        if limit_s is not None:
+            limit_s += CANCEL_TIMEOUT_S
+        return await _run_all([self._play(place, seats) for place in places], limit_s)
 
     async def _play(
         self, place: _Place, seats: Mapping[str, AnySeat]
@@ -313,18 +321,29 @@ def _is_unserved(episode: Episode) -> bool:
     return any((sample.cause or "").startswith("engine/") for sample in episode.samples)
 
 
-async def _run_all(episodes: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+async def _run_all(
+    episodes: Sequence[Coroutine[Any, Any, T]], limit_s: float | None = None
+) -> list[T]:
     """Results in order. The first exception, or a cancellation, cancels the others and waits for
-    them before it goes on."""
+    them before it goes on.
+
+    limit_s: by when every episode has ended that can be ended. Raises RolloutError if one has not.
+    """
     tasks = [asyncio.create_task(episode) for episode in episodes]
     if not tasks:
         return []
     try:
-        # ends: each episode with the engine's answer or failure, or by `episode_timeout_s`
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        # Without a limit each episode ends with the engine's answers or failure.
+        done, late = await asyncio.wait(tasks, timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION)
         for task in tasks:
             if task in done and (task.cancelled() or task.exception() is not None):
                 task.result()
+        if late:
+            raise RolloutError(
+                f"{len(late)} of {len(tasks)} episodes went on for {CANCEL_TIMEOUT_S:g} s after "
+                "rollout.episode_timeout_s had ended them: the environment catches "
+                "asyncio.CancelledError and must let it through"
+            )
         return [task.result() for task in tasks]
     finally:
         await stop(*tasks, grace_s=CANCEL_TIMEOUT_S)

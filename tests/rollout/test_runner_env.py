@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import sys
 from typing import Any
@@ -20,6 +21,7 @@ from runners import Actors, collect, make, statuses
 
 from paceline.engines.base import Completion, Request, Sampling
 from paceline.errors import ConfigError, RolloutError
+from paceline.rollout import runner as runner_module
 from paceline.rollout.env import Outcome
 from paceline.rollout.runner import Runner
 from paceline.rollout.settings import RolloutConfig
@@ -100,6 +102,32 @@ def test_a_failing_environment_is_a_failed_sample(env: Any, cause: str, num_trai
     (sample,) = groups[0].samples()
     assert sample.num_trained_tokens == num_trained
     assert not groups[0].episodes[0].is_trainable
+
+
+def test_an_environment_that_can_not_be_cancelled_ends_the_run_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runner_module, "CANCEL_TIMEOUT_S", 0.05)
+    release = asyncio.Event()
+
+    async def swallows(prompt: Prompt, actors: Actors) -> float:
+        while not release.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await release.wait()
+        return 1.0
+
+    async def body() -> None:
+        runner = make(
+            ScriptedEngine(lambda request: said("1")),
+            env=swallows,
+            episode_timeout_s=0.05,
+            samples_per_prompt=2,
+        )
+        with pytest.raises(RolloutError, match=r"2 of 2 episodes.*CancelledError"):
+            await runner.collect([Draw(0, 0, Prompt("p", text="1"))], step=1)
+        release.set()
+
+    asyncio.run(body())
 
 
 def test_a_failing_environment_names_its_line() -> None:
