@@ -9,7 +9,7 @@ from typing import Any
 from paceline.build.members import Member
 from paceline.build.opening import make_stream
 from paceline.build.parts import Given, make_reward
-from paceline.config import RunFile
+from paceline.config import SHARED, RunFile
 from paceline.data.buffer import Buffer
 from paceline.data.group_codec import decode_group
 from paceline.data.stream import PromptStream
@@ -25,9 +25,6 @@ from paceline.rollout.runner import Runner
 from paceline.rollout.seats import AnySeat
 from paceline.rollout.single_turn import load_env
 from paceline.types import Draw, JsonValue
-
-SHARED = "shared"
-"""Name of the feed that all policies without data of their own take part in."""
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@
 All errors of a run file are found before any is raised, and raised as one `ConfigError`.
 """
 
-from paceline.config.blocks import POLICY, RunConfig, RunFile, locate_model
+from paceline.config.blocks import POLICY, SHARED, RunConfig, RunFile, locate_model
 from paceline.config.load import (
     load_block,
     load_run_file,
@@ -16,6 +16,7 @@ from paceline.config.load import (
 
 __all__ = [
     "POLICY",
+    "SHARED",
     "RunConfig",
     "RunFile",
     "load_block",

@@ -25,6 +25,8 @@ from paceline.teachers.base import TeacherConfig
 from paceline.trainers.base import CriticConfig, SingleTrainerConfig
 from paceline.types import Config
 
+SHARED = "shared"
+"""Name of the feed that all policies without data of their own take part in."""
 POLICY = "policy"
 """Name of the only policy of a run file without `[policies]`."""
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-from paceline.config.blocks import RunFile
+from paceline.config.blocks import SHARED, RunFile
 from paceline.config.checks import Check, Situation, reads, run_checks
 from paceline.config.names import nearest
 from paceline.config.policies import POLICY_BLOCKS
@@ -78,6 +78,10 @@ def names_of_policies(run_file: RunFile, situation: Situation) -> Iterator[Probl
                 ("policies", name),
                 "a policy's name is a letter, then letters, digits, `_` and `-`, 64 at most; it "
                 "names folders and metrics",
+            )
+        if name == SHARED and run_file.policies[name].data is not None:
+            yield Problem(
+                ("policies", name), "the shared episodes have this name: choose another one"
             )
     policies = run_file.policies.values()
     trains = situation.purpose == "train"

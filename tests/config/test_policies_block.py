@@ -122,6 +122,7 @@ CASES: list[tuple[str, str, str]] = [
     ("policies.verifier.algorithm.kind=sft", "policies.verifier.algorithm.kind", "data of its"),
     ("schedule.on_full=drop_oldest", "schedule.on_full", "nothing would bound"),
     ("schedule.max_lead=2", "schedule.max_lead", "is the leader"),
+    ("policies.shared.data.path=prompts.jsonl", "policies.shared", "have this name"),
     ('policies."9x".model.path=a', 'policies."9x"', "a policy's name is a letter"),
 ]
 
