@@ -92,7 +92,8 @@ def test_a_changed_logprob_is_named_with_its_token(run_dir: Path) -> None:
     assert difference.where == place[0]
     assert difference.recorded == pytest.approx(float(difference.replayed or 0) - 0.1, abs=1e-5)
     changed = {found.where for found in named(result, "metric")}
-    assert changed == {"train/mismatch_abs", "train/mismatch_kl", "train/mismatch_max"}
+    of_mismatch = {f"train/mismatch_{name}" for name in ("abs", "kl", "max", "ratio")}
+    assert changed == of_mismatch | {"train/effective_sample_share"}
     assert named(result, "reward") == named(result, "advantage") == []
 
 
