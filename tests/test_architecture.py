@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -167,3 +168,12 @@ def test_names_that_say_nothing_are_not_used() -> None:
     for path in FILES:
         assert path.stem not in banned, path
         assert not banned & set(path.relative_to(PACKAGE).parts), path
+
+
+def test_every_folder_of_tests_is_run(pytestconfig: pytest.Config) -> None:
+    """pytest skips folders of some names without a word, such as `build`."""
+    skipped = pytestconfig.getini("norecursedirs")
+    folders = {path.parent for path in Path(__file__).parent.rglob("test_*.py")}
+    names = {part for path in folders for part in path.relative_to(Path(__file__).parent).parts}
+    assert "build" in names
+    assert not [name for name in names if any(fnmatch(name, pattern) for pattern in skipped)]
