@@ -2,7 +2,8 @@
 
 Everything here runs in the engine's one worker thread; the event loop hands over a `Job` and takes
 back what ended. Rows 0..N-1 are compact before each step: what arrives fills the holes first, then
-the last rows move into those that are left.
+the last rows move into those that are left. With captured steps, whose number of rows is rounded
+up, they move only when that makes the step smaller; until then a hole is a row that nobody reads.
 """
 
 from __future__ import annotations
@@ -19,10 +20,14 @@ import torch
 from torch import Tensor
 
 from paceline.engines.embedded_cache import SlotCache, row_index
-from paceline.engines.embedded_graphs import DecodeGraphs
+from paceline.engines.embedded_graphs import DecodeGraphs, rounded_rows
 from paceline.engines.embedded_model import CachedModel, Prefill, plan_batches, step_inputs
 from paceline.engines.embedded_queue import Generation
 from paceline.engines.embedded_sampler import IntArray, RowSettings, row_settings, sample, uniforms
+
+
+PLAIN_DRAW = np.array([1.0, 0.0, 1.0, 0.0, 1.0])
+"""Temperature, top-k, top-p, min-p and repetition penalty of a row that nobody reads."""
 
 
 @dataclass(slots=True)
@@ -120,7 +125,7 @@ class Batch:
                 self._recompute()
             finished += self._admit(job)
             self._compact()
-            while not finished and self._rows:
+            while not finished and self.num_active:
                 finished = self._step()
                 if self.is_interrupted:
                     break
@@ -174,20 +179,33 @@ class Batch:
         self._rows[slot] = None
         bisect.insort(self._holes, slot)
         self._settings = None
+        # What a step does with a hole: the cheapest draw there is, written where nobody reads.
+        self._token[slot] = self._position[slot] = 0
+        self._sampling[:, slot] = PLAIN_DRAW
 
     def _compact(self) -> None:
+        if self._graphs is not None and self.num_active:
+            sizes = (rounded_rows(n, self._max_batch) for n in (self.num_active, len(self._rows)))
+            if len(set(sizes)) == 1:
+                return
+        moves: list[tuple[int, int]] = []
         while self._holes:
             last = len(self._rows) - 1
             if self._rows[last] is None:
                 self._holes.pop()
             else:
                 hole = self._holes.pop(0)
-                self.cache.move(last, hole, int(self._position[last]))
-                for column in (self._token, self._position, self._count, self._stream):
-                    column[hole] = column[last]
-                self._sampling[:, hole] = self._sampling[:, last]
+                moves.append((last, hole))
                 self._rows[hole] = self._rows[last]
             self._rows.pop()
+        if not moves:
+            return
+        sources, targets = map(list, zip(*moves, strict=True))
+        self.cache.move(sources, targets, int(self._position[sources].max()))
+        for column in (self._token, self._position, self._count, self._stream):
+            column[targets] = column[sources]
+        self._sampling[:, targets] = self._sampling[:, sources]
+        self._settings = None
 
     def _recompute(self) -> None:
         """Fill the slots of running sequences with keys and values of the current weights."""
@@ -307,7 +325,7 @@ class Batch:
         uniform_N = self._uniforms(slice(n))
         logits_NV = self._decode(n, longest)
         self.counts.decode_steps += 1
-        self.counts.decode_tokens += n
+        self.counts.decode_tokens += self.num_active
         return self._draw(logits_NV, list(range(n)), self._settings, uniform_N)
 
     def _decode(self, n: int, longest: int) -> Tensor:
@@ -335,12 +353,12 @@ class Batch:
         self._token[slots] = tokens
         self._position[slots] += 1
         self._count[slots] += 1
+        self._position[self._holes] = 0
         finished = []
         for i, (row, token, logprob) in enumerate(
             zip(rows, tokens.tolist(), drawn_2K[1].tolist(), strict=True)
         ):
-            assert row is not None
-            if self._append(row, token, logprob):
+            if row is not None and self._append(row, token, logprob):
                 finished.append(row)
                 self._end(slots[i], row)
         return finished

@@ -92,10 +92,13 @@ class SlotCache(Cache):  # type: ignore[misc]
                 length = source.shape[1]
                 target[:, :length].index_copy_(0, slots_K, source.index_select(0, rows_K))
 
-    def move(self, source: int, target: int, length: int) -> None:
-        for pair in self._blocks.values():
-            for block in pair:
-                block[target, :length] = block[source, :length]
+    def move(self, sources: list[int], targets: list[int], length: int) -> None:
+        """Copy slots, up to `length` positions. No target is a source."""
+        blocks = [block for pair in self._blocks.values() for block in pair]
+        source_K, target_K = (row_index(rows, blocks[0].device) for rows in (sources, targets))
+        for block in blocks:
+            held = block[:, :length]
+            held.index_copy_(0, target_K, held.index_select(0, source_K))
 
     def clear(self, slot: int) -> None:
         """Zero a slot, so that a non-finite value in it can not reach its next sequence."""

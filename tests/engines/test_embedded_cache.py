@@ -64,7 +64,7 @@ def test_move_clear_and_drop() -> None:
     cache = SlotCache(2)
     cache.reserve(2)
     cache.place(source.blocks, row_index([0, 1], CPU), row_index([0, 1], CPU))
-    cache.move(1, 0, 2)
+    cache.move([1], [0], 2)
     cache.clear(1)
     cache.select(torch.tensor([2, cache.capacity + 2]), longest=3)
     keys, values = cache.update(torch.zeros(2, 2, 1, 3), torch.zeros(2, 2, 1, 5), 0)

@@ -127,6 +127,47 @@ def test_answers_are_those_without_graphs() -> None:
         assert one == pytest.approx(other, abs=1e-9)
 
 
+def test_rows_move_only_when_the_step_gets_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EmbeddedEngineConfig(max_batch=16, weights="copy")
+    settings = [
+        Sampling(
+            max_tokens=3 + 5 * (i * 7 % 16),
+            ignore_eos=True,
+            temperature=float(i % 3),
+            repetition_penalty=1.0 + 0.25 * (i % 2),
+        )
+        for i in range(16)
+    ]
+
+    async def body(captured: bool) -> tuple[list[tuple[list[int], list[float]]], list[int]]:
+        model = tiny_model(dtype=torch.float64)
+        engine = EmbeddedEngine(config, model, None, policy="p", eos_token_ids=frozenset({1}))
+        batch, moves = engine._batch, []
+        if captured:
+            batch._graphs = DecodeGraphs(
+                lambda inputs, longest: batch._model.step(batch.cache, inputs, longest),
+                CPU,
+                16,
+                lambda: lambda work: work,
+            )
+        move = batch.cache.move
+        monkeypatch.setattr(
+            batch.cache, "move", lambda *given: (moves.append(len(given[0])), move(*given))
+        )
+        requests = [Request([3, 4, 5 + i], s, seed=i) for i, s in enumerate(settings)]
+        found = await asyncio.gather(*(engine.generate(request) for request in requests))
+        await engine.aclose()
+        return [(one.tokens, one.logprobs) for one in found], moves
+
+    wanted, often = asyncio.run(body(captured=False))
+    found, seldom = asyncio.run(body(captured=True))
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in wanted]
+    for (_, one), (_, other) in zip(found, wanted, strict=True):
+        assert one == pytest.approx(other, abs=1e-9)
+    assert len(often) > 8
+    assert len(seldom) <= 4
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_real_graphs_give_the_same_answers_before_and_after_new_weights() -> None:
     wanted, engine = answers(make(False, "cuda")), make(True, "cuda")
