@@ -147,7 +147,9 @@ def generate(
                 "list of messages; of one chat write [[{'role': 'user', 'content': ...}]]"
             )
     return _outside_a_loop(
-        lambda: build.generate(run_file.located_model, run_file.engine, asked, checked, seed=seed)
+        lambda: build.generate(
+            run_file.located_model, run_file.embedded_engine, asked, checked, seed=seed
+        )
     )
 
 

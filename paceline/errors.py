@@ -56,6 +56,10 @@ class WeightError(PacelineError, RuntimeError):
     """Weights did not reach every engine intact."""
 
 
+class WorkerError(PacelineError, RuntimeError):
+    """A worker process failed, or could not be started."""
+
+
 class CheckpointError(PacelineError, RuntimeError):
     """A checkpoint is missing, damaged or can not be written."""
 

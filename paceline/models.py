@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -72,6 +72,47 @@ def load_body(config: ModelConfig, *, seed: int, key: str) -> PreTrainedModel:
     own = f"{model.base_model_prefix}."
     _refuse_missing(config, [name for name in missing if name.startswith(own)], key)
     return body.eval()
+
+
+def blank_model(config: ModelConfig, *, key: str = "model") -> PreTrainedModel:
+    """The model of `load_model` without its weights: parameters on torch's meta device.
+
+    Buffers are real; those that are saved hold what a fresh model has.
+    """
+    with blank_parameters():
+        model, _ = _load(config.model_copy(update={"random_init": True}), 0, key)
+    if not config.random_init and model.can_generate():
+        _load_generation_config(model, config)
+    blank: PreTrainedModel = model.eval()
+    return blank
+
+
+@contextmanager
+def blank_parameters() -> Iterator[None]:
+    """Within it, parameters of new modules have shape and type, and no memory."""
+    from torch import nn
+
+    register = nn.Module.register_parameter
+
+    def register_blank(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            blank = parameter.data.to("meta")
+            parameter = nn.Parameter(blank, requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_blank  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _load_generation_config(model: Any, config: ModelConfig) -> None:
+    from transformers import GenerationConfig
+
+    source = _locate(config.path, key="model.path", needs="config.json")
+    with suppress(OSError):  # without a file of its own it follows from the model's configuration
+        model.generation_config = GenerationConfig.from_pretrained(source)
 
 
 def _load(config: ModelConfig, seed: int, key: str) -> tuple[Any, list[str]]:
@@ -163,11 +204,15 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def export_model(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, path: Path
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    path: Path,
+    tensors: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Write model, generation config and tokenizer in Hugging Face format into the folder `path`.
 
-    Nothing here is atomic: the caller writes to a temporary folder and renames it.
+    Nothing here is atomic: the caller writes to a temporary folder and renames it. tensors: those
+    of the model by name, where it holds only shards of them.
     """
     path.mkdir(parents=True, exist_ok=True)
     generation = getattr(model, "generation_config", None)
@@ -175,10 +220,22 @@ def export_model(
         if generation is not None:
             model.generation_config = _valid_generation_config(generation)
         with _without_progress_bars():
-            model.save_pretrained(path)
+            model.save_pretrained(path, state_dict=None if tensors is None else dict(tensors))
     finally:
         if generation is not None:
             model.generation_config = generation
+    if tokenizer is not None:
+        tokenizer.save_pretrained(path)
+
+
+def write_model_files(model: Any, tokenizer: PreTrainedTokenizerBase | None, path: Path) -> None:
+    """Write all files of a model folder that are not weights into the folder `path`."""
+    config = copy.deepcopy(model.config)
+    # A sharded model has a class of its own, made from that which the configuration names.
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    config.save_pretrained(path)
+    if (generation := getattr(model, "generation_config", None)) is not None:
+        _valid_generation_config(generation).save_pretrained(path)
     if tokenizer is not None:
         tokenizer.save_pretrained(path)
 

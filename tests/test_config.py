@@ -217,7 +217,7 @@ def test_the_first_line_names_the_file_and_counts(tmp_path: Path) -> None:
         ("[trainer]\nbetas = [0.9]", r"found the list \[0.9\], allowed: list of 2"),
         ("[rollout.sampling]\nstop = 'x'", r'write `stop = \["x"\]`'),
         ("[rollout.sampling]\nstop = ['x', 3]", r"rollout.sampling.stop\[1\].*found 3"),
-        ("[engine]\nkind = 'sglang'", r"allowed: `embedded`"),
+        ("[engine]\nkind = 'sglan'", r"'sglan', allowed: .*; did you mean 'sglang'\?"),
         ("[algorithm]\nkind = 'gpro'", r"found kind 'gpro', allowed: .*; did you mean 'grpo'\?"),
         ("[algorithm]\nkind = 'sft'\nclip_low = 1", r"belongs to kind 'grpo'.*kind is 'sft'"),
         ("[algorithm]\nloss_mean = 'constant'", r"algorithm.*constant_tokens"),

@@ -54,6 +54,12 @@ ALLOWED = {
     # A child process reads from the pipe that its parent, this package, made for it.
     ("rollout/worker_main.py", "pickle.loads"),
     ("rollout/worker_main.py", "cloudpickle.loads"),
+    # The two ends of a socket pair, or of Ray's own channel, are this package's alone.
+    ("cluster/wire.py", "pickle.loads"),
+}
+MAY_OPEN = {
+    # Looks whether a port is free, and lets go of it.
+    ("cluster/addresses.py", "probe.bind"),
 }
 OPENS_PORT = {
     "bind",
@@ -124,11 +130,14 @@ def test_nothing_from_outside_is_run(path: Path) -> None:
 def test_what_is_allowed_is_in_use() -> None:
     for file, name in ALLOWED:
         assert name in dangers((PACKAGE / file).read_text())
+    for file, name in MAY_OPEN:
+        assert name in servers((PACKAGE / file).read_text())
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_no_port_is_opened(path: Path) -> None:
-    assert servers(path.read_text()) == []
+    file = path.relative_to(PACKAGE).as_posix()
+    assert [name for name in servers(path.read_text()) if (file, name) not in MAY_OPEN] == []
 
 
 @pytest.mark.parametrize(

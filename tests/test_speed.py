@@ -93,6 +93,7 @@ def measure(folder: Path, monkeypatch) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_step_costs_no_more_of_a_bare_forward_and_backward_than_it_did(tmp_path, monkeypatch):
     recorded = json.loads(FILE.read_bytes())["step_over_bare_forward_backward"]
     before = torch.get_num_threads()

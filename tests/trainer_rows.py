@@ -58,7 +58,7 @@ class PlainPolicyGradient:
         if self.entropy_coef:
             assert inputs.entropy_N is not None
             loss_N = loss_N - self.entropy_coef * inputs.entropy_N
-        zeros_R = torch.zeros(inputs.num_rows, dtype=ratio_N.dtype)
+        zeros_R = ratio_N.new_zeros(inputs.num_rows)
         sums_R = zeros_R.index_add(0, inputs.rows_N, inputs.weights_N * inputs.logprobs_N)
         loss = (inputs.weights_N * loss_N).sum() + self.sequence_coef * sums_R.square().sum()
         ones_N = torch.ones_like(ratio_N)
@@ -141,8 +141,10 @@ def gradients(
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Metrics and a copy of the gradients of one batch; the trainer keeps none."""
     metrics = asyncio.run(trainer.forward_backward(Batch("policy", list(rows)))).values()
-    found = {n: p.grad.clone() for n, p in trainer._model.named_parameters() if p.grad is not None}
-    trainer._optimizer.zero_grad()
+    found = {
+        n: p.grad.clone() for n, p in trainer._core.model.named_parameters() if p.grad is not None
+    }
+    trainer._core.optimizer.zero_grad()
     return metrics, found
 
 
@@ -151,7 +153,7 @@ def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def moments_of(trainer: SingleTrainer) -> dict[str, torch.Tensor]:
-    return {k: t.clone() for k, t in moments(trainer._model, trainer._optimizer).items()}
+    return {k: t.clone() for k, t in moments(trainer._core.model, trainer._core.optimizer).items()}
 
 
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

@@ -17,6 +17,7 @@ from paceline.build.opening import make_cadence, open_store, save_request_path, 
 from paceline.build.parts import Given, load_eval_sets, make_reward
 from paceline.build.policies import restore_policy
 from paceline.build.recording import make_recorder
+from paceline.build.site import open_site
 from paceline.checkpoint import Checkpoint, CheckpointStore, RunState, check_compatible, step_name
 from paceline.config import RunFile, write_run_file
 from paceline.drivers.board import Board
@@ -85,6 +86,7 @@ async def open_joint(run_file: RunFile, given: Given, disposer: Disposer) -> Joi
     _warn_of_old_samples(run_file)
     own = next(feed for feed in feeds if leader.name in feed.learners)
     cadence = make_cadence(leader.view, own.stream, has_evals=bool(eval_sets))
+    site = await open_site(run_file, disposer)
     for member in members.values():
         batch = member.view.rollout.prompts_per_step
         takes_part = {member.name, leader.name} <= set(own.learners)
@@ -93,7 +95,7 @@ async def open_joint(run_file: RunFile, given: Given, disposer: Disposer) -> Joi
             leader_batch=leader.view.rollout.prompts_per_step,
             batch=batch if takes_part else None,
         )
-        equip(member, num_steps, turns, disposer)
+        await equip(member, num_steps, turns, site)
     past = make_past(run_file, members, turns, run_file.run_dir, disposer)
     seats = make_seats(run_file, members, past, disposer)
     for feed in feeds:

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from paceline.build.engines import make_engine
 from paceline.build.members import Member
-from paceline.build.parts import LoadedEvalSet, make_engine
+from paceline.build.parts import LoadedEvalSet
 from paceline.build.snapshots import EngineSnapshots
 from paceline.config import RunFile
 from paceline.engines.base import Engine, Sampling

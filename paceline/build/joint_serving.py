@@ -8,6 +8,7 @@ from paceline.build.joint_evals import evaluate_sets
 from paceline.build.members import Member, equip, make_past, make_seats
 from paceline.build.parts import Given, load_eval_sets, make_model, make_reward, make_text
 from paceline.build.results import EvalReport
+from paceline.build.site import Site, open_site
 from paceline.checkpoint import Checkpoint
 from paceline.config import RunFile
 from paceline.drivers.dispose import Disposer
@@ -22,7 +23,8 @@ async def evaluate_joint(
     torch.set_num_threads(run_file.trainer.threads or choose_threads())
     async with Disposer() as disposer:
         reward = await make_reward(run_file, given, disposer)
-        members = {name: _open(run_file, name, checkpoint, disposer) for name in run_file.views}
+        site = await open_site(run_file, disposer, learns=False)
+        members = {name: await _open(run_file, name, checkpoint, site) for name in run_file.views}
         text = members[run_file.leader].text
         sets = await load_eval_sets(run_file, given, text, disposer, reward)
         if not sets:
@@ -40,9 +42,7 @@ async def evaluate_joint(
     )
 
 
-def _open(
-    run_file: RunFile, name: str, checkpoint: Checkpoint | None, disposer: Disposer
-) -> Member:
+async def _open(run_file: RunFile, name: str, checkpoint: Checkpoint | None, site: Site) -> Member:
     """A policy that only plays, with its weights of the checkpoint if it had learned."""
     view = run_file.view(name)
     folder = None
@@ -50,5 +50,5 @@ def _open(
         folder = checkpoint.policy_folder(name) / "model"
     model = make_model(view, folder)
     member = Member(name, view, model, make_text(view, model), learns=False)
-    equip(member, 0, None, disposer)
+    await equip(member, 0, None, site, folder)
     return member

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.build.parts import Text, make_critic_model, make_engine, make_model, make_text
-from paceline.build.policies import make_policy
+from paceline.build.engines import make_engine, open_engine, transport_of
+from paceline.build.parts import Text, make_critic_model, make_model, make_text
+from paceline.build.policies import open_policy
+from paceline.build.site import Site
 from paceline.build.teachers import open_teacher
 from paceline.config import RunFile
 from paceline.drivers.dispose import Disposer
-from paceline.engines.embedded import EmbeddedEngine
+from paceline.engines.base import EmbeddedEngineConfig, Engine
 from paceline.engines.turns import Turns
 from paceline.models import model_fingerprint
 from paceline.policy import Policy
@@ -26,6 +28,7 @@ from paceline.teachers.base import Teacher
 from paceline.trainers.devices import resolve_device
 from paceline.trainers.values import ValueModel
 from paceline.types import JsonValue
+from paceline.weights.base import Transport
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,7 +48,7 @@ class Member:
     teacher: Teacher | None = None
     policy: Policy | None = None
     """Once it was made; None for one that does not learn."""
-    engine: EmbeddedEngine | None = None
+    engine: Engine | None = None
     """Of one that does not learn."""
 
     def seat(self) -> Seat:
@@ -84,31 +87,41 @@ async def open_member(run_file: RunFile, name: str, disposer: Disposer) -> Membe
     return member
 
 
-def equip(member: Member, num_steps: int, turns: Turns | None, disposer: Disposer) -> None:
-    """Make what it works with: trainer, critic and engine, or an engine alone."""
+async def equip(
+    member: Member, num_steps: int, turns: Turns | None, site: Site, weights: Path | None = None
+) -> None:
+    """Make what it works with: trainer, critic and engine, or an engine alone.
+
+    weights: folder of those of a policy that does not learn, if not `[model]`'s.
+    """
     if member.learns:
-        member.policy = make_policy(
+        member.policy = await open_policy(
             member.view,
             member.model,
             member.critic_model,
             member.text,
             num_steps,
-            disposer,
+            site,
             member.teacher,
             name=member.name,
             turns=turns,
         )
         return
-    member.model.to(resolve_device(member.view.trainer.device))
-    member.engine = make_engine(
+    if isinstance(member.view.engine, EmbeddedEngineConfig):
+        member.model.to(resolve_device(member.view.trainer.device))
+        transport: Transport = "shared"
+    else:
+        transport = transport_of(member.view)
+    member.engine = await open_engine(
         member.view,
         member.model,
         member.text,
+        site,
         policy=member.name,
-        transport="shared",
+        transport=transport,
         turns=turns,
+        weights=weights,
     )
-    disposer.add(f"engine of {member.name}", member.engine.aclose)
 
 
 def make_seats(

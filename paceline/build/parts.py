@@ -8,28 +8,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.algorithms.base import Objective
 from paceline.config import RunFile, locate_model
 from paceline.data.loader import load_data, load_source
 from paceline.data.prompts import Fit, PromptSet, prompts_from_rows
 from paceline.data.sources import DataConfig, FileSource
 from paceline.drivers.dispose import Disposer
-from paceline.engines.base import EmbeddedEngineConfig, Engine
-from paceline.engines.embedded import EmbeddedEngine
-from paceline.engines.turns import Turns
+from paceline.engines.base import Engine
 from paceline.errors import ConfigError
 from paceline.evals import PreparedSet
 from paceline.evals_settings import EvalSet
-from paceline.models import eos_token_ids, load_model, load_tokenizer
+from paceline.models import ModelConfig, blank_model, eos_token_ids, load_model, load_tokenizer
 from paceline.rollout.renderer import Renderer
 from paceline.rollout.rewards import Reward, build_reward
 from paceline.rollout.runner import Runner
 from paceline.rollout.single_turn import SINGLE_TURN, load_env
 from paceline.trainers.base import SingleTrainerConfig
-from paceline.trainers.single import SingleTrainer
+from paceline.trainers.fsdp_weights import NamedCritic
 from paceline.trainers.values import ValueModel, load_value_model
 from paceline.types import Prompt
-from paceline.weights.base import Transport
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -70,11 +66,22 @@ class Text:
         )
 
 
-def make_model(run_file: RunFile, path: Path | None = None) -> PreTrainedModel:
-    """The model of `[model]`, or its weights from the folder `path`."""
+def model_settings(run_file: RunFile, path: Path | None = None) -> ModelConfig:
+    """`[model]` with absolute paths, or with its weights from the folder `path`."""
     config = run_file.located_model
     if path is not None:
         config = config.model_copy(update={"path": str(path), "random_init": False})
+    return config
+
+
+def make_model(run_file: RunFile, path: Path | None = None) -> PreTrainedModel:
+    """The model of `[model]`, or its weights from the folder `path`.
+
+    Without weights, on the meta device, where only other processes need them.
+    """
+    config = model_settings(run_file, path)
+    if not run_file.is_held_here:
+        return blank_model(config)
     return load_model(config, seed=run_file.run.seed)
 
 
@@ -84,7 +91,10 @@ def make_critic_model(run_file: RunFile, text: Text) -> ValueModel | None:
         return None
     config = locate_model(run_file.critic_model, run_file.base)
     key = "model" if run_file.critic_settings.model is None else "critic.model"
-    model = load_value_model(config, seed=run_file.run.seed, key=key)
+    if isinstance(run_file.trainer, SingleTrainerConfig):
+        model = load_value_model(config, seed=run_file.run.seed, key=key)
+    else:
+        model = NamedCritic(config, run_file.run.seed, key).blank()
     rows, tokens = model.body.get_input_embeddings().num_embeddings, len(text.tokenizer)
     if rows < tokens:
         raise ConfigError(
@@ -127,69 +137,6 @@ def load_prompts(run_file: RunFile, given: Given, text: Text) -> tuple[PromptSet
     for prompts in sets:
         _tell_left_out(f"data source {prompts.name}", prompts)
     return sets
-
-
-def make_trainer(
-    run_file: RunFile,
-    model: PreTrainedModel,
-    text: Text,
-    *,
-    horizon: int,
-    reference: PreTrainedModel | None,
-) -> SingleTrainer:
-    """The trainer of the policy. horizon: optimizer steps that it will make."""
-    match run_file.trainer:
-        case SingleTrainerConfig() as config:
-            return SingleTrainer(
-                config,
-                model,
-                text.tokenizer,
-                run_file.algorithm,
-                horizon=horizon,
-                reference=reference,
-            )
-
-
-def make_critic(
-    run_file: RunFile, model: ValueModel, text: Text, objective: Objective, *, horizon: int
-) -> SingleTrainer:
-    """The trainer of the critic."""
-    match run_file.trainer:
-        case SingleTrainerConfig() as config:
-            settings = run_file.critic_settings.for_trainer(config)
-            return SingleTrainer(settings, model, text.tokenizer, objective, horizon=horizon)
-
-
-def make_engine(
-    run_file: RunFile,
-    model: PreTrainedModel,
-    text: Text,
-    *,
-    policy: str,
-    transport: Transport,
-    turns: Turns | None = None,
-    version: int = 0,
-) -> EmbeddedEngine:
-    """version: of the weights that the model holds now."""
-    match run_file.engine:
-        case EmbeddedEngineConfig() as config:
-            return EmbeddedEngine(
-                config.model_copy(update={"weights": transport}),
-                model,
-                text.tokenizer,
-                policy=policy,
-                eos_token_ids=text.end_ids,
-                version=version,
-                turns=turns,
-            )
-
-
-def transport_of(run_file: RunFile) -> Transport:
-    """`auto` shares storage where sampling and learning never overlap: in the sync driver."""
-    asked = run_file.engine.weights
-    if asked == "auto":
-        return "copy" if run_file.is_multi else "shared"
-    return asked
 
 
 async def make_reward(

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.build.parts import (
-    Text,
-    make_critic,
-    make_engine,
-    make_model,
-    make_trainer,
-    transport_of,
-)
+from paceline.build.engines import open_engine, transport_of
+from paceline.build.parts import Text
+from paceline.build.site import Site
+from paceline.build.trainers import open_critic, open_trainer
 from paceline.checkpoint import Checkpoint, PolicyProgress, RunState
 from paceline.config import POLICY, RunFile
 from paceline.data.stream import PromptStream
-from paceline.drivers.dispose import Disposer
 from paceline.engines.turns import Turns
 from paceline.errors import CheckpointError
 from paceline.models import model_fingerprint
@@ -49,19 +44,19 @@ def fingerprint(
     return found
 
 
-def make_policy(
+async def open_policy(
     run_file: RunFile,
     model: PreTrainedModel,
     critic_model: ValueModel | None,
     text: Text,
     num_steps: int,
-    disposer: Disposer,
+    site: Site,
     teacher: Teacher | None = None,
     *,
     name: str = POLICY,
     turns: Turns | None = None,
 ) -> Policy:
-    """Trainer, critic and engine; each is owned by the disposer as soon as it exists.
+    """Trainer, critic and engine; each is owned by the site as soon as it exists.
 
     run_file: as the policy sees it.
     """
@@ -72,19 +67,15 @@ def make_policy(
     critic = None
     if objective is not None and critic_model is not None:
         horizon = max(1, num_steps * updates)
-        critic = make_critic(run_file, critic_model, text, objective, horizon=horizon)
-        disposer.add("critic", critic.aclose)
-    trainer = make_trainer(
-        run_file,
-        model,
-        text,
-        horizon=max(1, (num_steps - critic_only) * updates),
-        reference=make_model(run_file) if algorithm.needs_reference else None,
-    )
-    disposer.add("trainer", trainer.aclose)
+        critic = await open_critic(
+            run_file, critic_model, text, objective, site, policy=name, horizon=horizon
+        )
+    horizon = max(1, (num_steps - critic_only) * updates)
+    trainer = await open_trainer(run_file, model, text, site, policy=name, horizon=horizon)
     transport = transport_of(run_file)
-    engine = make_engine(run_file, model, text, policy=name, transport=transport, turns=turns)
-    disposer.add("engine", engine.aclose)
+    engine = await open_engine(
+        run_file, model, text, site, policy=name, transport=transport, turns=turns
+    )
     return Policy(
         name,
         algorithm,

@@ -77,7 +77,9 @@ def read_step(
         groups = regroup([record for record in records if record.dropped is None])
     except ValueError as error:
         raise DataError(f"{path} does not fit together: {error}") from error
-    return RecordedStep(run_dir, run_file.view(name), name, step, records, groups, row)
+    return RecordedStep(
+        run_dir, run_file.view(name).in_one_process(), name, step, records, groups, row
+    )
 
 
 def _run_file_of(run_dir: Path, overrides: Sequence[str] = ()) -> RunFile:

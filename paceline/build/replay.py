@@ -35,7 +35,7 @@ from paceline.build.parts import (
     make_model,
     make_text,
 )
-from paceline.build.policies import make_policy, restore_policy
+from paceline.build.policies import open_policy, restore_policy
 from paceline.build.recorded import (
     RecordedStep,
     check_complete,
@@ -44,6 +44,7 @@ from paceline.build.recorded import (
     recorded_threads,
 )
 from paceline.build.rescore import rescore
+from paceline.build.site import open_site
 from paceline.build.teachers import open_teacher
 from paceline.config import RunFile
 from paceline.data.packing import make_rows
@@ -117,8 +118,9 @@ async def _replay(recorded: RecordedStep, tolerance: Tolerance) -> Replay:
         critic_model = make_critic_model(run_file, text)
         num_steps = _num_steps(run_file, text)
         teacher = await open_teacher(run_file, model, text, disposer)
-        policy = make_policy(
-            run_file, model, critic_model, text, num_steps, disposer, teacher, name=recorded.policy
+        site = await open_site(run_file, disposer)
+        policy = await open_policy(
+            run_file, model, critic_model, text, num_steps, site, teacher, name=recorded.policy
         )
         weights = "the model of the run file"
         if checkpoint is not None:

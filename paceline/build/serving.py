@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from paceline.build.engines import open_engine, transport_of
 from paceline.build.joint_serving import evaluate_joint
 from paceline.build.loop import run_to_end
 from paceline.build.parts import (
@@ -16,12 +17,12 @@ from paceline.build.parts import (
     Rows,
     Text,
     load_eval_sets,
-    make_engine,
     make_model,
     make_reward,
     make_text,
 )
 from paceline.build.results import EvalReport
+from paceline.build.site import open_site
 from paceline.checkpoint import Checkpoint
 from paceline.config import POLICY, RunFile
 from paceline.drivers.dispose import Disposer
@@ -58,13 +59,23 @@ async def _evaluate(run_file: RunFile, weights: Path | None, given: Given) -> Ev
     torch.set_num_threads(run_file.trainer.threads or choose_threads())
     async with Disposer() as disposer:
         own_reward = await make_reward(run_file, given, disposer)
-        model = make_model(run_file, weights).to(resolve_device(run_file.trainer.device))
+        is_embedded = isinstance(run_file.engine, EmbeddedEngineConfig)
+        model = make_model(run_file, weights)
+        if is_embedded:
+            model = model.to(resolve_device(run_file.trainer.device))
         text = make_text(run_file, model)
         sets = await load_eval_sets(run_file, given, text, disposer, own_reward)
         if not sets:
             raise ConfigError("there is nothing to measure: add an [[evals.sets]] block")
-        engine = make_engine(run_file, model, text, policy=POLICY, transport="shared")
-        disposer.add("engine", engine.aclose)
+        engine = await open_engine(
+            run_file,
+            model,
+            text,
+            await open_site(run_file, disposer, learns=False),
+            policy=POLICY,
+            transport="shared" if is_embedded else transport_of(run_file),
+            weights=weights,
+        )
         results = await run_evals(
             [one.prepare(run_file, engine, text, POLICY) for one in sets],
             policy=POLICY,

@@ -31,7 +31,7 @@ async def open_teacher(
     if config is not None and config.model is not None:
         located = locate_model(config.model, run_file.base)
         loaded = LoadedTeacher(
-            run_file.trainer,
+            run_file.single_trainer,
             load_teacher_model(located, text.tokenizer, seed=run_file.run.seed),
             config.model.path,
             top_k=top_k,

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
+from paceline.build.engines import make_engine
 from paceline.build.feeds import restore_stream
 from paceline.build.joint import open_joint
 from paceline.build.loop import run_to_end
@@ -24,15 +25,15 @@ from paceline.build.parts import (
     Text,
     load_eval_sets,
     make_critic_model,
-    make_engine,
     make_model,
     make_reward,
     make_runner,
     make_text,
 )
-from paceline.build.policies import fingerprint, make_policy, restore_policy
+from paceline.build.policies import fingerprint, open_policy, restore_policy
 from paceline.build.recording import make_recorder
 from paceline.build.results import RunResult
+from paceline.build.site import open_site
 from paceline.build.snapshots import EngineSnapshots
 from paceline.build.teachers import open_teacher
 from paceline.checkpoint import check_compatible, step_name
@@ -102,7 +103,10 @@ async def open_run(run_file: RunFile, given: Given, disposer: Disposer) -> Run:
         check_compatible(state, needed, str(store.root / step_name(state.step)))
 
     cadence = make_cadence(run_file, stream, has_evals=bool(eval_sets))
-    policy = make_policy(run_file, model, critic_model, text, cadence.num_steps, disposer, teacher)
+    site = await open_site(run_file, disposer)
+    policy = await open_policy(
+        run_file, model, critic_model, text, cadence.num_steps, site, teacher
+    )
     if checkpoint is not None and state is not None:
         await restore_policy(policy, checkpoint, state)
         restore_stream(stream, checkpoint.read_json("data.json"))

@@ -229,7 +229,9 @@ def generate(
     from paceline import build
 
     asked = [[Message(role="user", content=text)] for text in prompts] if chat else prompts
-    answers = build.generate(run_file.located_model, run_file.engine, asked, sampling, seed=seed)
+    answers = build.generate(
+        run_file.located_model, run_file.embedded_engine, asked, sampling, seed=seed
+    )
     for question, answer in zip(prompts, answers, strict=True):
         typer.echo(f"> {question}\n{answer}\n" if len(prompts) > 1 else answer)
 

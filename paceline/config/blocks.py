@@ -11,18 +11,19 @@ from pydantic import Field, field_validator
 
 from paceline.algorithms import ALGORITHMS
 from paceline.checkpoint_settings import CheckpointConfig
+from paceline.cluster.settings import ClusterConfig
 from paceline.config.policies import POLICY_BLOCKS, AlgorithmConfig, PolicyConfig
 from paceline.data.sources import DataConfig
 from paceline.drivers.memory import MemoryConfig
 from paceline.drivers.schedule_settings import ScheduleConfig
-from paceline.engines.base import EmbeddedEngineConfig
+from paceline.engines.base import AnyEngineConfig, EmbeddedEngineConfig
 from paceline.evals_settings import EvalsConfig
 from paceline.models import ModelConfig
 from paceline.observe.settings import ObserveConfig
 from paceline.rollout.role_settings import RoleConfig
 from paceline.rollout.settings import RewardConfig, RolloutConfig
 from paceline.teachers.base import TeacherConfig
-from paceline.trainers.base import CriticConfig, SingleTrainerConfig
+from paceline.trainers.base import AnyTrainerConfig, CriticConfig, SingleTrainerConfig
 from paceline.types import Config
 
 SHARED = "shared"
@@ -99,16 +100,16 @@ class RunFile(Config):
     """What an answer is worth."""
     algorithm: AlgorithmConfig = ALGORITHMS["grpo"]()
     """What is learned from the answers; the default kind is `grpo`."""
-    trainer: SingleTrainerConfig = SingleTrainerConfig()
-    """What changes the weights."""
+    trainer: AnyTrainerConfig = SingleTrainerConfig()
+    """What changes the weights; the default kind is `single`."""
     critic: CriticConfig | None = None
     """A second model that predicts the return. Only with an algorithm that needs one, such as
     `ppo`; its defaults apply where it is left out."""
     teacher: TeacherConfig | None = None
     """The model that grades each token of the answers. Only with an algorithm that needs one, such
     as `distill`."""
-    engine: EmbeddedEngineConfig = EmbeddedEngineConfig()
-    """What makes the tokens."""
+    engine: AnyEngineConfig = EmbeddedEngineConfig()
+    """What makes the tokens; the default kind is `embedded`."""
     evals: EvalsConfig = EvalsConfig()
     """On which prompts, how often and how the policy is measured."""
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -117,6 +118,8 @@ class RunFile(Config):
     """What the run shows and keeps besides its metrics."""
     memory: MemoryConfig = MemoryConfig()
     """What moves when engine and trainer share a device."""
+    cluster: ClusterConfig = ClusterConfig()
+    """What starts the processes of trainers and servers, and on which devices."""
     schedule: ScheduleConfig = ScheduleConfig()
     """How far sampling may run ahead of training, and when weights are published."""
     policies: dict[str, PolicyConfig] = Field(default_factory=dict)
@@ -191,6 +194,36 @@ class RunFile(Config):
             return self.run.driver == "multi"
         is_plain = not self.policies and not self.roles
         return not is_plain or self.schedule.runs_ahead or self.schedule.publish_every > 1
+
+    @property
+    def is_held_here(self) -> bool:
+        """True if this process samples from the model or trains it itself."""
+        return isinstance(self.engine, EmbeddedEngineConfig) or isinstance(
+            self.trainer, SingleTrainerConfig
+        )
+
+    @property
+    def single_trainer(self) -> SingleTrainerConfig:
+        """The trainer's settings, for one in this process."""
+        own = SingleTrainerConfig.model_fields.keys() - {"kind"}
+        return SingleTrainerConfig(**{name: getattr(self.trainer, name) for name in own})
+
+    @property
+    def embedded_engine(self) -> EmbeddedEngineConfig:
+        """The engine's settings, for one in this process."""
+        if isinstance(self.engine, EmbeddedEngineConfig):
+            return self.engine
+        return EmbeddedEngineConfig(max_context=self.engine.max_context)
+
+    def in_one_process(self) -> RunFile:
+        """The same run with its engine and trainer in this process: equal numbers, slower."""
+        return self.model_copy(
+            update={
+                "trainer": self.single_trainer,
+                "engine": self.embedded_engine,
+                "cluster": ClusterConfig(),
+            }
+        )
 
     @property
     def located_model(self) -> ModelConfig:

@@ -16,6 +16,7 @@ from paceline.config.blocks import RunFile
 from paceline.config.check_paths import PATH_CHECKS
 from paceline.config.checks import CHECKS, Purpose, Situation
 from paceline.config.fields import config_classes
+from paceline.config.part_checks import PART_CHECKS
 from paceline.config.policies import PolicyConfig, inherit_blocks
 from paceline.config.policy_checks import check_all, written_where
 from paceline.config.problems import KeyPath, Places, Problem, config_error
@@ -126,7 +127,9 @@ def _assemble(
         run_file = RunFile.model_construct(**rest.blocks)
         wrong = rest.wrong
         problems += written_where(found + rest.problems, written)
-    problems += check_all((*CHECKS, *PATH_CHECKS), run_file, wrong, situation, written)
+    problems += check_all(
+        (*CHECKS, *PART_CHECKS, *PATH_CHECKS), run_file, wrong, situation, written
+    )
     named = {problem.path for problem in problems}
     problems += [problem for problem in not_numbers(tables) if problem.path not in named]
     if problems:

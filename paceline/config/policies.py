@@ -17,11 +17,11 @@ from paceline.algorithms import ALGORITHMS
 from paceline.algorithms.base import Algorithm
 from paceline.data.sources import DataConfig
 from paceline.drivers.schedule_settings import ScheduleConfig
-from paceline.engines.base import EmbeddedEngineConfig
+from paceline.engines.base import AnyEngineConfig, EmbeddedEngineConfig
 from paceline.models import ModelConfig
 from paceline.rollout.settings import RewardConfig, RolloutConfig
 from paceline.teachers.base import TeacherConfig
-from paceline.trainers.base import CriticConfig, SingleTrainerConfig
+from paceline.trainers.base import AnyTrainerConfig, CriticConfig, SingleTrainerConfig
 from paceline.types import Config
 
 if TYPE_CHECKING:
@@ -41,13 +41,13 @@ class PolicyConfig(Config):
     """Which language model; what is left out is as in `[model]`."""
     algorithm: AlgorithmConfig = ALGORITHMS["grpo"]()
     """What it learns from its samples; what is left out is as in `[algorithm]`."""
-    trainer: SingleTrainerConfig = SingleTrainerConfig()
+    trainer: AnyTrainerConfig = SingleTrainerConfig()
     """What changes its weights; what is left out is as in `[trainer]`."""
     critic: CriticConfig | None = None
     """Its critic, with an algorithm that needs one; what is left out is as in `[critic]`."""
     teacher: TeacherConfig | None = None
     """Its teacher, with an algorithm that needs one; default: `[teacher]`."""
-    engine: EmbeddedEngineConfig = EmbeddedEngineConfig()
+    engine: AnyEngineConfig = EmbeddedEngineConfig()
     """What makes its tokens; what is left out is as in `[engine]`."""
     schedule: ScheduleConfig = ScheduleConfig()
     """Its own pace; what is left out is as in `[schedule]`."""

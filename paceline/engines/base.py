@@ -139,9 +139,77 @@ class EmbeddedEngineConfig(Config):
     graphs: bool = True
     """On a GPU: capture decode steps as CUDA graphs, which small models gain several times the
     speed from. Costs some memory, and a moment for each new size of a step."""
+    dtype: Literal["model", "float32", "bfloat16", "float16"] = "model"
+    """Type of a copy's weights and KV cache; `model`: that of `model.dtype`. On a GPU, `bfloat16`
+    beside a trainer in float32 with `trainer.autocast` samples about twice as fast."""
     weights: Literal["auto", "shared", "copy"] = "auto"
     """`shared`: the trainer's own parameters, publishing is free. `copy`: parameters of its own,
     so that sampling may overlap training. `auto`: shared where nothing overlaps."""
+
+
+class ServedEngineConfig(Config):
+    """What engines of servers of their own have in common."""
+
+    kind: str
+    """Which engine."""
+    urls: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Attach to these running servers, one replica each, instead of starting any."""
+    replicas: Annotated[int, Field(ge=1)] = 1
+    """Servers to start; requests are spread over them."""
+    tensor_parallel: Annotated[int, Field(ge=1)] = 1
+    """Devices that one replica is split over."""
+    python: str | None = None
+    """Interpreter of the environment that the server is installed in; default: this one."""
+    extra_arguments: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Further command-line arguments of the server, such as `"--quantization", "fp8"`. One that
+    Paceline sets itself is refused."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Further environment variables of the server."""
+    host: str = "127.0.0.1"
+    """Address that started servers listen on; another than loopback opens them to the network."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto`: GPUs if torch sees one."""
+    max_running: Annotated[int, Field(ge=1)] = 256
+    """Answers that one replica makes at the same time."""
+    memory_share: Annotated[float, Field(gt=0, lt=1)] = 0.6
+    """Share of a GPU's memory for weights and KV cache together."""
+    kv_cache_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Tokens that the KV cache of a replica holds; default on a GPU: what `memory_share` leaves
+    room for; on a CPU: 65536."""
+    max_context: Annotated[int, Field(ge=2)] | None = None
+    """Most tokens of prompt plus answer; default: the model's."""
+    weights: Literal["auto", "handles", "collective", "disk"] = "auto"
+    """How new weights come: `handles`: memory that both can map (CUDA IPC on a shared GPU, shared
+    memory on one CPU host); `collective`: broadcast over NCCL or gloo; `disk`: files in a folder
+    that both can read. `auto`: `handles` where trainer and engine share devices, else
+    `collective`."""
+    bucket_mb: Annotated[int, Field(ge=1)] = 512
+    """MiB of weights that are on their way at one time: what a publish needs of extra memory."""
+    start_timeout_s: Annotated[float, Field(gt=0)] = 900.0
+    """Seconds that a server may take to become healthy."""
+    request_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds that one answer may take; then another replica is asked."""
+    retries: Annotated[int, Field(ge=0)] = 2
+    """Further replicas, or attempts, before a request has failed."""
+
+
+class SGLangEngineConfig(ServedEngineConfig):
+    """`[engine]`: SGLang servers, started here or attached to."""
+
+    kind: Literal["sglang"] = "sglang"
+    """Which engine: `sglang` runs SGLang servers."""
+
+
+class VLLMEngineConfig(ServedEngineConfig):
+    """`[engine]`: vLLM servers, started here or attached to."""
+
+    kind: Literal["vllm"] = "vllm"
+    """Which engine: `vllm` runs vLLM servers."""
+
+
+AnyEngineConfig = Annotated[
+    EmbeddedEngineConfig | SGLangEngineConfig | VLLMEngineConfig, Field(discriminator="kind")
+]
 
 
 class Engine(Protocol):

@@ -24,7 +24,7 @@ from paceline.engines.embedded_weights import OwnWeights
 from paceline.engines.turns import Turns
 from paceline.errors import EngineError, WeightError
 from paceline.weights.base import PauseMode, WeightPlan
-from paceline.weights.receive import receive_into
+from paceline.weights.receive import receive_into, receive_parcels
 from paceline.weights.tensors import checksums, named_tensors
 
 if TYPE_CHECKING:
@@ -61,6 +61,8 @@ class EmbeddedEngine:
         self._weights: OwnWeights | None = None
         if config.weights == "copy":
             model = copy.deepcopy(model).requires_grad_(False).eval()
+            if config.dtype != "model":
+                model = model.to(getattr(torch, config.dtype))
             self._weights = OwnWeights(model)
         self._module = model
         self._model = CachedModel(model)
@@ -131,19 +133,28 @@ class EmbeddedEngine:
                 f"weights of policy {plan.policy!r} were sent to the engine of {self.policy!r}"
             )
         expected = "shared" if self._weights is None else "copy"
-        if plan.transport != expected:
+        comes_in_parcels = plan.source is not None and self._weights is not None
+        if plan.transport != expected and not comes_in_parcels:
             raise WeightError(
                 f"the engine of {self.policy!r} takes transport {expected!r}, and was sent "
                 f"{plan.transport!r}"
             )
         if self._weights is not None and "weights" in self._asleep:
             raise WeightError("the engine's weights are asleep: wake them before a publish")
-        await self._serving.call(self._take, plan)
+        if comes_in_parcels:
+            self._lacks_weights = True  # until all have come
+            await receive_parcels(self._module, plan, self._serving.call)
+            await self._serving.call(self._renew, plan)
+        else:
+            await self._serving.call(self._take, plan)
         self._lacks_weights = False
         self._suspend()
 
     def _take(self, plan: WeightPlan) -> None:
         receive_into(self._module, plan)
+        self._renew(plan)
+
+    def _renew(self, plan: WeightPlan) -> None:
         self._batch.forget_prefixes()
         self._batch.version = plan.version
 

@@ -25,7 +25,6 @@ from paceline.engines.embedded_model import CachedModel, Prefill, plan_batches, 
 from paceline.engines.embedded_queue import Generation
 from paceline.engines.embedded_sampler import IntArray, RowSettings, row_settings, sample, uniforms
 
-
 PLAIN_DRAW = np.array([1.0, 0.0, 1.0, 0.0, 1.0])
 """Temperature, top-k, top-p, min-p and repetition penalty of a row that nobody reads."""
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol, TypeVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from paceline.models import ModelConfig
 from paceline.observe.metrics import Metrics
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from paceline.types import FloatArray
 
 Place = Literal["device", "host"]
+Settings = TypeVar("Settings", bound="TrainerConfig")
 Decay = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 Head = Literal["policy", "reference", "values"]
 """What a model says of a token: its log-prob, that of the frozen reference, or a critic's value."""
@@ -24,11 +25,11 @@ AREAS: dict[Head, str] = {"policy": "train", "values": "critic"}
 """Area of a trainer's metrics, by the head that it trains: `train/loss`, `critic/loss`."""
 
 
-class SingleTrainerConfig(Config):
-    """`[trainer]`: one process, one device."""
+class TrainerConfig(Config):
+    """What all trainers have in common."""
 
-    kind: Literal["single"] = "single"
-    """Which trainer: `single` is one process on the CPU or one GPU."""
+    kind: str
+    """Which trainer."""
     lr: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-6
     """Peak learning rate of AdamW; 0 measures without learning."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -80,6 +81,43 @@ class SingleTrainerConfig(Config):
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
 
 
+class SingleTrainerConfig(TrainerConfig):
+    """`[trainer]`: one process, one device."""
+
+    kind: Literal["single"] = "single"
+    """Which trainer: `single` is one process on the CPU or one GPU."""
+
+
+class FSDPTrainerConfig(TrainerConfig):
+    """`[trainer]`: FSDP2 over processes of its own, one a device."""
+
+    kind: Literal["fsdp"] = "fsdp"
+    """Which trainer: `fsdp` shards the model over several processes (FSDP2)."""
+    ranks: Annotated[int, Field(ge=1)] = 1
+    """Processes, each with a device of its own (on a CPU: with `threads` threads)."""
+    replicas: Annotated[int, Field(ge=1)] = 1
+    """Copies of the model: parameters are sharded over `ranks / replicas` processes and
+    replicated over `replicas`."""
+    cpu_offload: bool = False
+    """Keep parameters and moments on the host; each layer comes to the device when it is used."""
+    keep_gathered: bool = False
+    """Keep a layer's full parameters from its forward to its backward: faster, more memory."""
+    timeout_s: Annotated[float, Field(gt=0)] = 1800.0
+    """Seconds that a rank may wait for the others before the run ends."""
+
+    @model_validator(mode="after")
+    def _replicas_fit(self) -> FSDPTrainerConfig:
+        if self.ranks % self.replicas:
+            raise ValueError(
+                f"ranks = {self.ranks} can not be split into replicas = {self.replicas} copies of "
+                "the model: make `ranks` a multiple of `replicas`"
+            )
+        return self
+
+
+AnyTrainerConfig = Annotated[SingleTrainerConfig | FSDPTrainerConfig, Field(discriminator="kind")]
+
+
 class CriticConfig(Config):
     """`[critic]`: a second model that predicts the return, for algorithms that need one."""
 
@@ -105,7 +143,7 @@ class CriticConfig(Config):
     max_grad_norm: Annotated[float, Field(gt=0)] | None = None
     """Clip the critic's gradient to this L2 norm; absent: `trainer.max_grad_norm`."""
 
-    def for_trainer(self, actor: SingleTrainerConfig) -> SingleTrainerConfig:
+    def for_trainer(self, actor: Settings) -> Settings:
         """The settings of the critic's trainer: its own, and those of the actor's for the rest."""
         own = self.model_dump(exclude={"model", "warmup_steps"}, exclude_none=True)
         return actor.model_copy(update=own)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import torch
 
@@ -39,6 +39,18 @@ DIVISORS = ("logits_scaling", "logits_scale")
 """Fields of a model's configuration that change its logits; the check tells what each means."""
 
 Transform = Callable[["Tensor"], "Tensor"]
+Result = TypeVar("Result")
+
+
+class Enter(Protocol):
+    """Runs the path from tokens to numbers; where weights are shards, gathered for that time."""
+
+    def __call__(self, path: Callable[[], Result]) -> Result: ...
+
+
+def directly(path: Callable[[], Result]) -> Result:
+    """For weights that are whole."""
+    return path()
 
 
 class Forward(Protocol):
@@ -76,9 +88,14 @@ class CausalForward:
         layout: Layout | Literal["auto"] = "auto",
         chunk_tokens: int = 2048,
         share_prefix: bool = False,
+        enter: Enter = directly,
     ) -> None:
-        """chunk_tokens: most tokens whose logits exist at one time. share_prefix: if it can be."""
+        """chunk_tokens: most tokens whose logits exist at one time. share_prefix: if it can be.
+
+        enter: for the calls after this one; here the weights are whole.
+        """
         self.model: Any = model
+        self._enter = enter
         self._chunk_tokens = chunk_tokens
         attention = str(getattr(model.config, "_attn_implementation", "sdpa"))
         self.layout: Layout = choose_layout(attention) if layout == "auto" else layout
@@ -119,12 +136,15 @@ class CausalForward:
         """Log-probs and entropies, both [N]; with other tokens of each position, ids_NK, the
         log-probs are [N, 1 + K], the position's own token first."""
         targets_N = batch.targets_N
-        return chunked_logprobs(
-            *self._states(batch),
-            targets_N if ids_NK is None else torch.cat([targets_N.unsqueeze(1), ids_NK], 1),
-            batch.temperatures_N,
-            chunk_tokens=self._chunk_tokens,
-            entropy_gradient=entropy_gradient,
+        asked = targets_N if ids_NK is None else torch.cat([targets_N.unsqueeze(1), ids_NK], 1)
+        return self._enter(
+            lambda: chunked_logprobs(
+                *self._states(batch),
+                asked,
+                batch.temperatures_N,
+                chunk_tokens=self._chunk_tokens,
+                entropy_gradient=entropy_gradient,
+            )
         )
 
     def top(self, batch: MicroBatch, k: int, vocab: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -30,11 +30,12 @@ import torch
 
 from paceline.errors import TrainerError
 from paceline.trainers.prefix_tree import Nodes, PrefixTree, grow, make_tree
+from paceline.types import Row
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from paceline.types import FloatArray, Row
+    from paceline.types import FloatArray
 
 Layout = Literal["padded", "packed"]
 MAX_FILL_SHARE = 0.125
@@ -150,17 +151,42 @@ class Arrangement(Protocol):
     def max_positions(self) -> int | None: ...
 
 
+Plan = Sequence[tuple[list[int], Nodes | None]]
+"""Of each micro-batch the indices of its rows, and the tree of their inputs if they share one."""
+
+
+def plan_rows(rows: Sequence[Row], forward: Arrangement, max_tokens: int) -> Plan:
+    """Which rows go together, as the model can take them; rows without trained tokens nowhere."""
+    budget = min(max_tokens, forward.max_positions or max_tokens)
+    lengths = input_lengths(rows)
+    trees = plan_trees(rows, lengths, budget) if forward.shares_prefixes else None
+    return trees or [(p, None) for p in plan_micro_batches(lengths, budget, forward.layout)]
+
+
 def micro_batches(
     rows: Sequence[Row], forward: Arrangement, max_tokens: int, device: torch.device
 ) -> Iterator[MicroBatch]:
     """The rows with trained tokens, one micro-batch after the other, as the model can take them."""
-    budget = min(max_tokens, forward.max_positions or max_tokens)
+    plan = plan_rows(rows, forward, max_tokens)
+    yield from make_micro_batches(rows, plan, forward.layout, device)
+
+
+def make_micro_batches(
+    rows: Sequence[Row], plan: Plan, layout: Layout, device: torch.device
+) -> Iterator[MicroBatch]:
+    """The micro-batches of a plan, each made when it is asked for."""
     lengths = input_lengths(rows)
-    trees = plan_trees(rows, lengths, budget) if forward.shares_prefixes else None
-    plan: Sequence[tuple[list[int], Nodes | None]]
-    plan = trees or [(p, None) for p in plan_micro_batches(lengths, budget, forward.layout)]
     for indices, nodes in plan:
-        yield make_micro_batch(rows, indices, lengths, forward.layout, device, nodes)
+        yield make_micro_batch(rows, indices, lengths, layout, device, nodes)
+
+
+def filler(layout: Layout, device: torch.device) -> MicroBatch:
+    """The smallest micro-batch, of no row; one arbitrary token is asked for."""
+    zeros_T = np.zeros(2)
+    row = Row(np.zeros(2, np.int64), np.array([False, True]), zeros_T, zeros_T, zeros_T)
+    micro = make_micro_batch([row], [0], [1], layout, device)
+    micro.rows = []
+    return micro
 
 
 def make_micro_batch(

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from paceline.trainers.fused_logprobs import FusedLogProbs
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -28,14 +30,17 @@ def token_logprobs(
     temperatures_C: Tensor,
     *,
     entropy_gradient: bool = False,
+    fused: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(logits / temperature) at the targets, and the entropy of that distribution.
 
     Computed in float32, or float64 if the logits are. Targets are one a position, [C], or several,
     [C, J]; the log-probs have their shape. The entropy, [C], carries gradient only if asked to.
+    fused: by compiled kernels, where there is one target a position.
     """
     is_single = targets_C.dim() == 1
-    logprobs_CJ, entropy_C = _LogProbs.apply(  # type: ignore[no-untyped-call]
+    function = FusedLogProbs if fused and is_single else _LogProbs
+    logprobs_CJ, entropy_C = function.apply(  # type: ignore[no-untyped-call]
         logits_CV,
         targets_C.unsqueeze(1) if is_single else targets_C,
         temperatures_C,
@@ -53,6 +58,7 @@ def chunked_logprobs(
     *,
     chunk_tokens: int,
     entropy_gradient: bool = False,
+    fused: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`token_logprobs` of `logits_of(hidden)`, with at most `chunk_tokens` x V logits at a time.
 
@@ -63,7 +69,11 @@ def chunked_logprobs(
         hidden_CD: Tensor, targets_C: Tensor, temperatures_C: Tensor
     ) -> tuple[Tensor, Tensor]:
         return token_logprobs(
-            logits_of(hidden_CD), targets_C, temperatures_C, entropy_gradient=entropy_gradient
+            logits_of(hidden_CD),
+            targets_C,
+            temperatures_C,
+            entropy_gradient=entropy_gradient,
+            fused=fused,
         )
 
     chunks = zip(

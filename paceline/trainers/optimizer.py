@@ -12,12 +12,12 @@ from paceline.errors import ResumeMismatchError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from paceline.trainers.base import SingleTrainerConfig
+    from paceline.trainers.base import TrainerConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def make_optimizer(model: nn.Module, config: SingleTrainerConfig) -> torch.optim.AdamW:
+def make_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
     """AdamW; weight decay acts on matrices alone, not on norms and biases (one dimension)."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -32,6 +32,12 @@ def make_optimizer(model: nn.Module, config: SingleTrainerConfig) -> torch.optim
         eps=config.eps,
         fused=True,
     )
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's part of a tensor that is a shard; any other one as it is."""
+    part: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
 
 
 def gradient_norm(gradients: Sequence[Tensor]) -> float:
@@ -65,27 +71,41 @@ def set_moments(
     model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]
 ) -> None:
     """Put back what `moments` returned. Raises ResumeMismatchError before anything is changed."""
+    shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+    parameters, names = check_moments(model, shapes)
+    optimizer.state.clear()
+    for name in names:
+        parameter = parameters[name]
+        optimizer.state[parameter] = {
+            kind: tensors[f"{kind}/{name}"].to(parameter.device) for kind in ("step", *MOMENTS)
+        }
+
+
+def check_moments(
+    model: nn.Module, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[str, nn.Parameter], list[str]]:
+    """The trained parameters by name, and the names of those that have moments.
+
+    shapes: of what `moments` returned. Raises ResumeMismatchError if it does not fit the model.
+    """
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    states: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
+    kinds: dict[str, set[str]] = {}
+    for key, shape in shapes.items():
         kind, _, name = key.partition("/")
         if name not in parameters:
             raise ResumeMismatchError(
                 f"the checkpoint holds optimizer state of {name!r}, which the run does not train"
             )
-        if kind in MOMENTS and tensor.shape != parameters[name].shape:
+        if kind in MOMENTS and shape != tuple(parameters[name].shape):
             raise ResumeMismatchError(
-                f"optimizer state {key!r} has shape {tuple(tensor.shape)} in the checkpoint, "
+                f"optimizer state {key!r} has shape {shape} in the checkpoint, "
                 f"the parameter has {tuple(parameters[name].shape)} in the run"
             )
-        states.setdefault(name, {})[kind] = tensor
-    for name, state in states.items():
-        if missing := {"step", *MOMENTS} - state.keys():
+        kinds.setdefault(name, set()).add(kind)
+    for name, found in kinds.items():
+        if missing := {"step", *MOMENTS} - found:
             raise ResumeMismatchError(f"optimizer state of {name!r} lacks {sorted(missing)}")
-    optimizer.state.clear()
-    for name, state in states.items():
-        parameter = parameters[name]
-        optimizer.state[parameter] = {k: t.to(parameter.device) for k, t in state.items()}
+    return parameters, sorted(kinds)
 
 
 def move_moments(optimizer: torch.optim.Optimizer, device: torch.device) -> None:

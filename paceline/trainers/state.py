@@ -1,14 +1,19 @@
 """The folder that a trainer saves: model, moments and counters. No pickle; durable when written.
 
 model/                  Hugging Face format, with the tokenizer; of a critic its body, and its head
-optimizer.safetensors   exp_avg, exp_avg_sq and step of each parameter
+optimizer.safetensors   exp_avg, exp_avg_sq and step of each parameter; or several such files
 trainer.json            counters, the model's fingerprint, settings and versions
+
+A trainer of several processes writes the same: each of them some of the files of moments, all of
+whole tensors. So what one trainer wrote any other one can load.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +22,7 @@ import safetensors.torch
 import torch
 import transformers
 
-from paceline.errors import CheckpointError, ResumeMismatchError
+from paceline.errors import CheckpointError, PacelineError, ResumeMismatchError
 from paceline.models import (
     export_model,
     fingerprint_differences,
@@ -30,6 +35,7 @@ from paceline.trainers.values import ValueModel, export_value_model, restore_val
 from paceline.weights.tensors import named_tensors
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
@@ -52,12 +58,22 @@ def save_state(
     export = export_value_model if isinstance(model, ValueModel) else export_model
     export(model, tokenizer, path / MODEL_FOLDER)
     safetensors.torch.save_file(moments(model, optimizer), path / OPTIMIZER_FILE)
+    write_state(path, model_fingerprint(model), counters, settings)
+
+
+def write_state(
+    path: Path, fingerprint: dict[str, Any], counters: dict[str, int], settings: dict[str, Any]
+) -> None:
+    """The file that says what the others are; then every file is on the disk.
+
+    fingerprint: of the model, from `paceline.models.model_fingerprint`.
+    """
     state = {
         "format": FORMAT,
         "counters": counters,
         "settings": settings,
         "environment": _environment(),
-        "model": model_fingerprint(model),
+        "model": fingerprint,
     }
     REAL_FILES.write(path / STATE_FILE, encode_json(state, indent=1))
     _sync(path)
@@ -75,6 +91,23 @@ def load_state(
     CheckpointError for a folder that can not be read and ResumeMismatchError for one of another
     model, both before anything is changed.
     """
+    state = read_state(path, model)
+    with readable(path):
+        saved = restore_saved(model, path)
+        tensors: dict[str, Tensor] = {}
+        for file in optimizer_files(path):
+            tensors |= safetensors.torch.load_file(file)
+    set_moments(model, optimizer, tensors)
+    weights = named_tensors(saved)
+    with torch.no_grad():
+        for name, tensor in named_tensors(model).items():
+            tensor.copy_(weights[name])
+    report_changes(path, state, settings)
+    return dict(state["counters"])
+
+
+def read_state(path: Path, model: PreTrainedModel | ValueModel) -> dict[str, Any]:
+    """What stands in `trainer.json`. Raises ResumeMismatchError if it is of another model."""
     state = _read(path / STATE_FILE)
     if differences := fingerprint_differences(state["model"], model_fingerprint(model)):
         raise ResumeMismatchError(
@@ -82,21 +115,44 @@ def load_state(
             f"{'; '.join(differences[:5])}; resume with the former [model] or [critic] "
             "block, or start a run with another name"
         )
-    restore = restore_value_model if isinstance(model, ValueModel) else restore_model
+    return state
+
+
+def restore_saved(model: PreTrainedModel | ValueModel, path: Path) -> PreTrainedModel | ValueModel:
+    """A model like this one with the saved weights, on the CPU."""
+    if isinstance(model, ValueModel):
+        return restore_value_model(model, path / MODEL_FOLDER)
+    return restore_model(model, path / MODEL_FOLDER)
+
+
+def optimizer_files(path: Path) -> list[Path]:
+    """The files that hold the moments together. Raises OSError if one of them is not there."""
+    files = sorted(path.glob(f"{OPTIMIZER_FILE.removesuffix('.safetensors')}-*.safetensors"))
+    expected = int(files[0].stem.rpartition("-")[2]) if files else 1
+    if len(files) not in (0, expected):
+        raise FileNotFoundError(f"{len(files)} of {expected} files of moments are there")
+    return files or [path / OPTIMIZER_FILE]
+
+
+def optimizer_file(path: Path, index: int, count: int) -> Path:
+    """The file that process `index` of `count` writes."""
+    if count == 1:
+        return path / OPTIMIZER_FILE
+    stem = OPTIMIZER_FILE.removesuffix(".safetensors")
+    return path / f"{stem}-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Damage that is found within it is a CheckpointError."""
     try:
-        saved = restore(model, path / MODEL_FOLDER)
-        tensors = safetensors.torch.load_file(path / OPTIMIZER_FILE)
+        yield
     except (OSError, ValueError, RuntimeError, safetensors.SafetensorError) as error:
+        if isinstance(error, PacelineError):
+            raise
         raise CheckpointError(
             f"{path} can not be read: {error}; resume from an older checkpoint"
         ) from error
-    set_moments(model, optimizer, tensors)
-    weights = named_tensors(saved)
-    with torch.no_grad():
-        for name, tensor in named_tensors(model).items():
-            tensor.copy_(weights[name])
-    _report_changes(path, state, settings)
-    return dict(state["counters"])
 
 
 def _environment() -> dict[str, Any]:
@@ -123,7 +179,7 @@ def _read(file: Path) -> dict[str, Any]:
     return state
 
 
-def _report_changes(path: Path, state: dict[str, Any], settings: dict[str, Any]) -> None:
+def report_changes(path: Path, state: dict[str, Any], settings: dict[str, Any]) -> None:
     """Settings may change on purpose; an environment that changed unnoticed changes last bits."""
     as_saved = json.loads(encode_json(settings))  # infinities are strings in a file
     parts = [(state["settings"], as_saved, logging.INFO, "")]

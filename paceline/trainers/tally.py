@@ -35,13 +35,16 @@ class Tally:
         known = self._maxima.get(name)
         self._maxima[name] = value.double() if known is None else known.maximum(value.double())
 
-    def metrics(self, area: str) -> Metrics:
-        """All of them under `area/name`. A part becomes the mean over optimizer steps."""
+    def metrics(self, area: str, *, weight: float = 1.0) -> Metrics:
+        """All of them under `area/name`. A part becomes the mean over optimizer steps.
+
+        weight: of the parts; 0 where another process counts the step.
+        """
         columns = [*self._parts.values(), *self._sums.values(), *self._maxima.values()]
         numbers = iter(torch.cat([c.reshape(-1) for c in columns]).tolist() if columns else [])
         metrics = Metrics()
         for name in self._parts:
-            metrics.mean(f"{area}/{name}", next(numbers))
+            metrics.mean(f"{area}/{name}", next(numbers), weight)
         for name in self._sums:
             metrics.mean(f"{area}/{name}", next(numbers), next(numbers))
         for name in self._maxima:

@@ -10,7 +10,7 @@ Legend: N trained tokens, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,7 +22,15 @@ from paceline.algorithms.base import LossInputs
 from paceline.errors import ConfigError
 from paceline.models import ModelConfig, export_model, load_body, restore_model
 from paceline.trainers.base import Head
-from paceline.trainers.forward import as_batch, can_share, flat, keeps_rows_apart, probe_ids
+from paceline.trainers.forward import (
+    Enter,
+    as_batch,
+    can_share,
+    directly,
+    flat,
+    keeps_rows_apart,
+    probe_ids,
+)
 from paceline.trainers.inputs import value_inputs
 from paceline.trainers.layout import Layout, MicroBatch, choose_layout
 from paceline.types import Row
@@ -37,11 +45,13 @@ HEAD_FILE = "value_head.safetensors"
 class ValueModel(nn.Module):
     """Body and head. The head computes in float32, or in float64 if the body does."""
 
-    def __init__(self, body: PreTrainedModel) -> None:
+    def __init__(self, body: PreTrainedModel, width: int | None = None) -> None:
+        """width: of the hidden states; measured if it is not given, which takes a body with
+        weights."""
         super().__init__()
         self.body = body
         kind = torch.float64 if body.dtype == torch.float64 else torch.float32
-        width = _hidden_size(body)
+        width = width or _hidden_size(body)
         head = nn.Linear(width, 1, dtype=kind, device="meta")  # draws nothing
         self.head = head.to_empty(device=body.device)
         nn.init.zeros_(self.head.weight)
@@ -71,8 +81,10 @@ class ValueForward:
         *,
         layout: Layout | Literal["auto"] = "auto",
         share_prefix: bool = False,
+        enter: Enter = directly,
     ) -> None:
         self.model = model
+        self._enter = enter
         attention = str(getattr(model.config, "_attn_implementation", "sdpa"))
         self.layout: Layout = choose_layout(attention) if layout == "auto" else layout
         if self.layout == "packed" and not keeps_rows_apart(model.body, "last_hidden_state"):
@@ -82,6 +94,9 @@ class ValueForward:
 
     def score(self, batch: MicroBatch) -> Tensor:
         """Values, shape [N]."""
+        return self._enter(lambda: self._values(batch))
+
+    def _values(self, batch: MicroBatch) -> Tensor:
         hidden = flat(as_batch(self.model.body, batch).last_hidden_state)
         values_N: Tensor = self.model(hidden.index_select(0, batch.predicting_N))
         return values_N
@@ -111,12 +126,25 @@ def load_value_model(config: ModelConfig, *, seed: int, key: str) -> ValueModel:
 
 
 def export_value_model(
-    model: ValueModel, tokenizer: PreTrainedTokenizerBase | None, path: Path
+    model: ValueModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    path: Path,
+    tensors: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write the body in Hugging Face format, and the head beside it, into the folder `path`."""
-    export_model(model.body, tokenizer, path)
-    head = {name: tensor.detach().cpu() for name, tensor in model.head.state_dict().items()}
+    """Write the body in Hugging Face format, and the head beside it, into the folder `path`.
+
+    tensors: those of the model by name, where it holds only shards of them.
+    """
+    held: Mapping[str, Tensor] = model.state_dict() if tensors is None else tensors
+    export_model(model.body, tokenizer, path, None if tensors is None else _below("body", held))
+    head = {name: tensor.detach().cpu() for name, tensor in _below("head", held).items()}
     safetensors.torch.save_file(head, path / HEAD_FILE)
+
+
+def _below(part: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those of a part of the model, by their names there."""
+    prefix = f"{part}."
+    return {n[len(prefix) :]: t for n, t in tensors.items() if n.startswith(prefix)}
 
 
 def restore_value_model(like: ValueModel, path: Path) -> ValueModel:

@@ -23,27 +23,48 @@ class Checkable(Protocol):
         `weights.tensors.checksums`."""
 
 
+@runtime_checkable
+class SelfChecking(Protocol):
+    """An engine that holds weights in a form of its own, and compares them itself."""
+
+    async def holds(self, plan: WeightPlan) -> list[str]:
+        """In what it differs from what the sender has, in words; empty if it holds just that."""
+
+
 async def check_weights(receiver: Receiver, plan: WeightPlan) -> None:
     """Raise WeightError with the tensors that differ from the sender's, or that are absent.
 
-    The plan is one as `Trainer.send` returned it, with the sender's tensors.
+    The plan is one as `Trainer.send` returned it, with the sender's tensors or its source.
     """
     what = f"policy {plan.policy!r}, weight check of version {plan.version}"
-    if not isinstance(receiver, Checkable):
+    if isinstance(receiver, SelfChecking):
+        told = "; ".join(await receiver.holds(plan))
+    elif isinstance(receiver, Checkable):
+        told = _differences(await _sent(what, plan), await receiver.checksums())
+    else:
         raise WeightError(f"{what}: the engine can not tell what it holds; set run.check_weights "
                           '= "never"')  # fmt: skip
-    if plan.tensors is None:
-        raise WeightError(f"{what}: the plan carries no tensors to compare with")
-    sent = await asyncio.to_thread(checksums, plan.tensors)
-    held = await receiver.checksums()
-    missing = [name for name in sent if name not in held]
-    extra = [name for name in held if name not in sent]
-    different = [name for name in sent if name in held and held[name] != sent[name]]
-    if missing or extra or different:
-        found = {"differ": different, "are missing": missing, "are not of the trainer": extra}
-        told = "; ".join(
-            f"{len(names)} of {len(sent)} tensors {verb}: {', '.join(names[:MOST_NAMED])}"
-            for verb, names in found.items()
-            if names
-        )
+    if told:
         raise WeightError(f"{what}: the engine does not hold what the trainer sent: {told}")
+
+
+async def _sent(what: str, plan: WeightPlan) -> Mapping[str, str]:
+    if plan.tensors is not None:
+        return await asyncio.to_thread(checksums, plan.tensors)
+    if plan.source is not None:
+        return await plan.source.checksums()
+    raise WeightError(f"{what}: the plan carries no tensors to compare with")
+
+
+def _differences(sent: Mapping[str, str], held: Mapping[str, str]) -> str:
+    """In words; empty if there are none."""
+    found = {
+        "differ": [name for name in sent if name in held and held[name] != sent[name]],
+        "are missing": [name for name in sent if name not in held],
+        "are not of the trainer": [name for name in held if name not in sent],
+    }
+    return "; ".join(
+        f"{len(names)} of {len(sent)} tensors {verb}: {', '.join(names[:MOST_NAMED])}"
+        for verb, names in found.items()
+        if names
+    )

@@ -77,7 +77,7 @@ def test_on_the_host_it_holds_no_device_memory_and_comes_back_bit_for_bit():
     expected = train(straight, batches)
     moved = _trainer(reference=model64(seed=3), deterministic=True)
     found = train(moved, batches[:2])
-    parameters = list(moved._model.parameters())
+    parameters = list(moved._core.model.parameters())
     held, own = torch.cuda.memory_allocated(), sum(p.nbytes for p in parameters)
     for _ in range(2):
         asyncio.run(moved.place("host"))
@@ -88,9 +88,9 @@ def test_on_the_host_it_holds_no_device_memory_and_comes_back_bit_for_bit():
     with pytest.raises(TrainerError, match="on the host"):
         asyncio.run(moved.forward(batches[0], "policy"))
     asyncio.run(moved.place("device"))
-    assert all(a is b for a, b in zip(moved._model.parameters(), parameters, strict=True))
+    assert all(a is b for a, b in zip(moved._core.model.parameters(), parameters, strict=True))
     assert found + train(moved, batches[2:]) == expected
-    assert_equal(weights(moved._model), weights(straight._model))
+    assert_equal(weights(moved._core.model), weights(straight._core.model))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -106,7 +106,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, dtype, saved_on):
     second = _trainer(tiny_model(seed=5, dtype=dtype), deterministic=True)
     asyncio.run(second.load(tmp_path))
     assert train(second, batches[2:]) == expected[2:]
-    assert_equal(weights(second._model), weights(straight._model))
+    assert_equal(weights(second._core.model), weights(straight._core.model))
     assert_equal(moments_of(second), moments_of(straight))
 
 

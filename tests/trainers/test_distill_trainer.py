@@ -202,7 +202,7 @@ def test_sharing_the_prompts_of_a_group_changes_no_number(name: str) -> None:
 
     whole, shared = rows_of(share_prefix=False), rows_of(share_prefix=True)
     trainer = trainer_of(algorithm, share_prefix=True)
-    assert trainer._trained_forward.shares_prefixes
+    assert trainer._core.trained.shares_prefixes
     metrics, expected = gradients(trainer_of(algorithm, share_prefix=False), whole)
     found_metrics, found = gradients(trainer, shared)
     # The model's norms and rotary embedding compute in float32.

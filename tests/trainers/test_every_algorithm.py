@@ -118,7 +118,7 @@ def compare(head: str, objective: Objective, rows: list[Row]) -> None:
     assert any(float(gradient.abs().max()) > 0 for gradient in expected.values())
     for saving in SAVINGS:
         trainer = trainer_of(head, objective, **saving)
-        assert trainer._trained_forward.shares_prefixes == saving["share_prefix"]
+        assert trainer._core.trained.shares_prefixes == saving["share_prefix"]
         found_metrics, found = gradients(trainer, rows[::-1])
         assert found_metrics == pytest.approx(metrics, rel=CLOSE, abs=1e-12), saving
         assert_close(found, expected, CLOSE)

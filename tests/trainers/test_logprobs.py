@@ -51,8 +51,9 @@ def test_temperature_divides_logits_before_the_softmax():
 
 @pytest.mark.parametrize("chunk_tokens", [1, 5, 36, 37, 1000])
 @pytest.mark.parametrize("entropy_gradient", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
 def test_chunks_give_the_values_and_gradients_of_a_plain_log_softmax(
-    chunk_tokens, entropy_gradient
+    chunk_tokens, entropy_gradient, fused
 ):
     hidden_ND, head, targets_N, temperatures_N = _case()
     upstream = torch.linspace(-1, 1, len(targets_N), dtype=torch.float64)
@@ -70,6 +71,7 @@ def test_chunks_give_the_values_and_gradients_of_a_plain_log_softmax(
         temperatures_N,
         chunk_tokens=chunk_tokens,
         entropy_gradient=entropy_gradient,
+        fused=fused,
     )
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
     assert found[1].requires_grad == entropy_gradient
@@ -77,19 +79,22 @@ def test_chunks_give_the_values_and_gradients_of_a_plain_log_softmax(
     torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-12)
 
 
-def test_gradcheck_of_log_prob_and_entropy():
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradcheck_of_log_prob_and_entropy(fused):
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(4, 6, dtype=torch.float64, generator=generator, requires_grad=True)
     targets, temperatures = torch.tensor([0, 5, 2, 2]), torch.tensor([1.0, 0.5, 2.0, 1.0])
     assert torch.autograd.gradcheck(
-        lambda z: token_logprobs(z, targets, temperatures, entropy_gradient=True), (logits,)
+        lambda z: token_logprobs(z, targets, temperatures, entropy_gradient=True, fused=fused),
+        (logits,),
     )
 
 
-def test_half_precision_logits_are_scored_in_float32_and_get_half_precision_gradients():
+@pytest.mark.parametrize("fused", [False, True])
+def test_half_precision_logits_are_scored_in_float32_and_get_half_precision_gradients(fused):
     logits = torch.randn(3, 9, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     logits.requires_grad_()
-    logprobs, _ = token_logprobs(logits, torch.tensor([1, 2, 3]), torch.ones(3))
+    logprobs, _ = token_logprobs(logits, torch.tensor([1, 2, 3]), torch.ones(3), fused=fused)
     assert logprobs.dtype == torch.float32
     expected = torch.log_softmax(logits.float(), -1)[range(3), [1, 2, 3]]
     torch.testing.assert_close(logprobs, expected, rtol=1e-6, atol=1e-6)
@@ -98,10 +103,11 @@ def test_half_precision_logits_are_scored_in_float32_and_get_half_precision_grad
     assert logits.grad.dtype == torch.bfloat16
 
 
-def test_logits_far_apart_stay_finite():
+@pytest.mark.parametrize("fused", [False, True])
+def test_logits_far_apart_stay_finite(fused):
     logits = torch.tensor([[1e4, -1e4, 0.0]], requires_grad=True)
     logprobs, entropy = token_logprobs(
-        logits, torch.tensor([1]), torch.ones(1), entropy_gradient=True
+        logits, torch.tensor([1]), torch.ones(1), entropy_gradient=True, fused=fused
     )
     (logprobs + entropy).sum().backward()
     assert logprobs.item() == -2e4

@@ -171,7 +171,7 @@ def test_frozen_parameters_are_not_trained():
 def test_moments_of_another_model_are_refused_before_anything_changes():
     trainer = make_trainer()
     train(trainer, [random_rows()])
-    model, optimizer = trainer._model, trainer._optimizer
+    model, optimizer = trainer._core.model, trainer._core.optimizer
     saved = moments_of(trainer)
     key = "exp_avg/model.norm.weight"
     for change, match in (

@@ -137,7 +137,7 @@ def test_loss_gradients_and_metrics_are_those_of_whole_rows(seed, budget):
 def test_every_architecture_that_shares_has_the_gradients_of_whole_rows(name):
     rows = grouped_rows(seed=3)
     trainers = [full_trainer(share, model=small_model(name)) for share in (False, True)]
-    assert trainers[1]._trained_forward.shares_prefixes
+    assert trainers[1]._core.trained.shares_prefixes
     (metrics, expected), (found_metrics, found) = (gradients(t, rows) for t in trainers)
     tolerance = IN_FLOAT32.get(name, CLOSE)
     assert found_metrics == pytest.approx(metrics, rel=tolerance, abs=tolerance)
@@ -147,7 +147,7 @@ def test_every_architecture_that_shares_has_the_gradients_of_whole_rows(name):
 @pytest.mark.parametrize("name", UNFIT)
 def test_windows_and_other_attention_see_rows_whole(name):
     trainer = full_trainer(True, model=small_model(name))
-    assert not trainer._trained_forward.shares_prefixes
+    assert not trainer._core.trained.shares_prefixes
     rows = grouped_rows()
     metrics, expected = gradients(full_trainer(False, model=small_model(name)), rows)
     found_metrics, found = gradients(trainer, rows)

@@ -217,7 +217,7 @@ def test_a_failed_batch_leaves_no_gradient_behind():
     trainer = make_trainer(algorithm=Failing(), max_tokens_per_micro_batch=1)
     with pytest.raises(ValueError, match="third"):
         gradients(trainer, random_rows(num=5))
-    assert all(p.grad is None for p in trainer._model.parameters())
+    assert all(p.grad is None for p in trainer._core.model.parameters())
 
 
 def test_cancelled_between_micro_batches_the_thread_is_idle_and_no_gradient_is_left():
@@ -242,7 +242,7 @@ def test_cancelled_between_micro_batches_the_thread_is_idle_and_no_gradient_is_l
             await task
         at_cancel = count
         assert at_cancel < len(rows)
-        assert all(p.grad is None for p in trainer._model.parameters())
+        assert all(p.grad is None for p in trainer._core.model.parameters())
         await trainer.forward_backward(Batch("policy", rows[:3]))
         assert count == at_cancel + 3
         await trainer.aclose()

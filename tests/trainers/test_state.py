@@ -55,7 +55,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, dtype):
     _load(second, tmp_path)
     assert second.version == 3
     assert train(second, batches[3:]) == expected[3:]
-    assert_equal(weights(second._model), weights(straight._model))
+    assert_equal(weights(second._core.model), weights(straight._core.model))
     assert_equal(moments_of(second), moments_of(straight))
 
 
@@ -66,18 +66,18 @@ def test_a_save_changes_nothing(tmp_path):
     found = train(saving, batches[:2])
     _save(saving, tmp_path)
     assert found + train(saving, batches[2:]) == expected
-    assert_equal(weights(saving._model), weights(straight._model))
+    assert_equal(weights(saving._core.model), weights(straight._core.model))
 
 
 def test_loading_into_a_trainer_that_has_moved_on_restores_it(tmp_path):
     trainer = make_trainer()
     train(trainer, [random_rows()])
     _save(trainer, tmp_path)
-    before, moments_before = weights(trainer._model), moments_of(trainer)
+    before, moments_before = weights(trainer._core.model), moments_of(trainer)
     train(trainer, [random_rows(seed=1)] * 2)
     _load(trainer, tmp_path)
     assert trainer.version == 1
-    assert_equal(weights(trainer._model), before)
+    assert_equal(weights(trainer._core.model), before)
     assert_equal(moments_of(trainer), moments_before)
 
 
@@ -88,7 +88,7 @@ def test_a_save_before_the_first_step_has_no_moments(tmp_path):
     _load(trainer, tmp_path)
     assert trainer.version == 0
     assert moments_of(trainer) == {}
-    assert_equal(weights(trainer._model), weights(model64(seed=2)))
+    assert_equal(weights(trainer._core.model), weights(model64(seed=2)))
 
 
 def test_a_skipped_step_is_kept_apart_from_the_schedule(tmp_path):
@@ -107,9 +107,9 @@ def test_weights_are_written_into_the_storage_that_others_share(tmp_path):
     trainer = make_trainer()
     train(trainer, [random_rows()])
     _save(trainer, tmp_path)
-    pointers = {n: p.data_ptr() for n, p in trainer._model.named_parameters()}
+    pointers = {n: p.data_ptr() for n, p in trainer._core.model.named_parameters()}
     _load(trainer, tmp_path)
-    assert {n: p.data_ptr() for n, p in trainer._model.named_parameters()} == pointers
+    assert {n: p.data_ptr() for n, p in trainer._core.model.named_parameters()} == pointers
 
 
 def test_the_folder_is_a_hugging_face_model_and_has_no_pickle(tmp_path):
@@ -162,7 +162,7 @@ def test_another_model_is_refused_with_what_differs_and_nothing_changes(tmp_path
         trainer = make_trainer(copy.deepcopy(model))
         with pytest.raises(ResumeMismatchError, match=match):
             _load(trainer, tmp_path)
-        assert_equal(weights(trainer._model), weights(model))
+        assert_equal(weights(trainer._core.model), weights(model))
         assert trainer.version == 0
 
 
@@ -181,7 +181,7 @@ def test_a_damaged_folder_is_refused_and_nothing_changes(tmp_path, name, damage)
     trainer = make_trainer(model64(seed=4))
     with pytest.raises(CheckpointError, match=r"can not be read.*older checkpoint"):
         _load(trainer, tmp_path)
-    assert_equal(weights(trainer._model), weights(model64(seed=4)))
+    assert_equal(weights(trainer._core.model), weights(model64(seed=4)))
     assert trainer.version == 0
 
 

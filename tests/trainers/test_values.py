@@ -193,8 +193,8 @@ def test_no_logits_over_the_vocabulary_exist():
     trainer = critic_trainer(model)
     assert "lm_head" not in "".join(weights(model))
     with _Shapes() as seen:
-        trainer._score_rows(critic_rows(), "values")
-        trainer._add_gradients(Batch("policy", critic_rows()))
+        trainer._core.score_rows(critic_rows(), "values")
+        trainer._core.add_gradients(Batch("policy", critic_rows()))
     assert 509 not in seen.last_sizes
 
 
@@ -243,7 +243,7 @@ def test_a_resumed_critic_goes_on_bit_for_bit(tmp_path, dtype):
     asyncio.run(second.load(tmp_path))
     assert second.version == 3
     assert train(second, batches[3:]) == expected[3:]
-    assert_equal(weights(second._model), weights(straight._model))
+    assert_equal(weights(second._core.model), weights(straight._core.model))
     assert_equal(moments_of(second), moments_of(straight))
 
 
@@ -254,7 +254,7 @@ def test_a_damaged_critic_is_refused_and_nothing_changes(tmp_path, name):
     trainer = critic_trainer(critic_model(seed=4))
     with pytest.raises(CheckpointError, match="can not be read"):
         asyncio.run(trainer.load(tmp_path))
-    assert_equal(weights(trainer._model), weights(critic_model(seed=4)))
+    assert_equal(weights(trainer._core.model), weights(critic_model(seed=4)))
 
 
 def test_a_critic_is_not_a_policy(tmp_path):

@@ -1,0 +1,109 @@
+"""Making the engine that a run file names, in this process or in servers of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paceline.build.parts import Text, model_settings
+from paceline.build.site import Site, engine_name
+from paceline.config import RunFile
+from paceline.engines.base import (
+    EmbeddedEngineConfig,
+    Engine,
+    SGLangEngineConfig,
+    VLLMEngineConfig,
+)
+from paceline.engines.embedded import EmbeddedEngine
+from paceline.engines.sglang_open import open_sglang
+from paceline.engines.turns import Turns
+from paceline.trainers.base import SingleTrainerConfig
+from paceline.weights.base import Transport
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import PreTrainedModel
+
+
+async def open_engine(
+    run_file: RunFile,
+    model: PreTrainedModel,
+    text: Text,
+    site: Site,
+    *,
+    policy: str,
+    transport: Transport,
+    turns: Turns | None = None,
+    weights: Path | None = None,
+) -> Engine:
+    """The engine of a policy; owned by the site. model: served here if the engine is embedded.
+
+    weights: folder that servers take theirs from, in the place of the one of `[model]`.
+    """
+    match run_file.engine:
+        case EmbeddedEngineConfig():
+            embedded = make_engine(
+                run_file, model, text, policy=policy, transport=transport, turns=turns
+            )
+            site.disposer.add(engine_name(policy), embedded.aclose)
+            return embedded
+        case SGLangEngineConfig() as config:
+            served = await open_sglang(
+                config.model_copy(update={"weights": transport}),
+                model_settings(run_file, weights),
+                text.tokenizer,
+                policy=policy,
+                launch=site.launcher(policy),
+                folder=site.logs,
+                seed=run_file.run.seed,
+                moves_memory=run_file.memory.order != "none",
+            )
+            site.disposer.add(engine_name(policy), served.aclose)
+            return served
+        case VLLMEngineConfig():
+            raise NotImplementedError
+
+
+def make_engine(
+    run_file: RunFile,
+    model: PreTrainedModel,
+    text: Text,
+    *,
+    policy: str,
+    transport: Transport,
+    turns: Turns | None = None,
+    version: int = 0,
+) -> EmbeddedEngine:
+    """An engine in this process. version: of the weights that the model holds now."""
+    config = run_file.engine
+    assert isinstance(config, EmbeddedEngineConfig)
+    own = "shared" if transport == "shared" else "copy"
+    return EmbeddedEngine(
+        config.model_copy(update={"weights": own}),
+        model,
+        text.tokenizer,
+        policy=policy,
+        eos_token_ids=text.end_ids,
+        version=version,
+        turns=turns,
+    )
+
+
+def transport_of(run_file: RunFile) -> Transport:
+    """How weights come from the trainer to the engine.
+
+    `auto` shares storage where trainer and engine are in this process and never work at one time:
+    in the sync driver. Between processes it takes memory that both can map where they share
+    devices, or a CPU host.
+    """
+    engine, is_here = run_file.engine, isinstance(run_file.trainer, SingleTrainerConfig)
+    if isinstance(engine, EmbeddedEngineConfig):
+        if not is_here:
+            return "handles"
+        if engine.weights == "auto":
+            return "copy" if run_file.is_multi or engine.dtype != "model" else "shared"
+        return engine.weights
+    if engine.weights != "auto":
+        return engine.weights
+    shares_memory = run_file.cluster.colocate and run_file.cluster.runtime == "local"
+    return "handles" if shares_memory and not engine.urls else "collective"

@@ -1,0 +1,326 @@
+"""A Ray cluster as the place of a run: joined, or started here and ended with this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any
+
+from paceline.cluster import ray_guard
+from paceline.cluster.addresses import is_loopback
+from paceline.cluster.base import WorkerSpec
+from paceline.cluster.group import Limits
+from paceline.cluster.objects import Kept, kept_by
+from paceline.cluster.placement import Device, Need, Node, gpus_by_node, place
+from paceline.cluster.ray_actors import NodeActor
+from paceline.cluster.ray_group import (
+    NodeHandle,
+    RayGroup,
+    keep_in_ray,
+    load_ray,
+    options_on,
+    result_of,
+)
+from paceline.cluster.settings import ClusterConfig
+from paceline.engines.server import Launcher, Server, ServerCommand
+from paceline.errors import ConfigError, EngineError, WorkerError
+
+logger = logging.getLogger(__name__)
+
+RESERVE_TIMEOUT_S = 15.0
+"""For GPUs that are there: longer only if another job has them."""
+NODE_START_TIMEOUT_S = 120.0
+NODE_CALL_TIMEOUT_S = 60.0
+GUARD_TIMEOUT_S = 15.0
+MARK = "PACELINE_CLUSTER"
+WILDCARDS = ("0.0.0.0", "::")
+
+
+class RayCluster:
+    """Places of a Ray cluster, taken by this run until it is closed."""
+
+    def __init__(self, config: ClusterConfig, folder: Path, limits: Limits) -> None:
+        self._config = config
+        self._folder = folder
+        self._limits = limits
+        self.nodes: dict[str, NodeHandle] = {}
+        self._placed: Mapping[str, tuple[Device, ...]] = {}
+        self._group: Any = None
+        self._leave = contextlib.ExitStack()
+
+    @classmethod
+    async def open(
+        cls, config: ClusterConfig, needs: Sequence[Need], folder: Path, limits: Limits
+    ) -> RayCluster:
+        """Join or start the cluster, and take what is needed of it.
+
+        Raises ConfigError if it does not have that, MissingExtraError without Ray, and WorkerError
+        if it can not be reached or started.
+        """
+        cluster = cls(config, folder, limits)
+        try:
+            cluster._leave.enter_context(connected(config))
+            nodes = _nodes_of(load_ray().nodes())
+            cluster._placed = place(needs, nodes)
+            await cluster._take([n for n in nodes if n.name in gpus_by_node(cluster._placed)])
+        except BaseException:
+            await cluster.aclose()
+            raise
+        return cluster
+
+    def devices(self, name: str) -> tuple[Device, ...]:
+        """Of the need of that name."""
+        return self._placed[name]
+
+    async def start(self, spec: WorkerSpec, devices: Sequence[Device]) -> RayGroup:
+        """See `Cluster.start`."""
+        return await RayGroup.start(
+            spec,
+            self._folder,
+            devices=devices,
+            nodes=self.nodes,
+            env=self._config.env,
+            limits=self._limits,
+        )
+
+    def launcher(self, devices: Sequence[Device]) -> Launcher:
+        """See `Cluster.launcher`."""
+        return RayLauncher(devices, self.nodes)
+
+    def keep(self, value: Any) -> AbstractAsyncContextManager[Kept]:
+        """See `Cluster.keep`."""
+        return kept_by(keep_in_ray, value)
+
+    async def aclose(self) -> None:
+        """See `Cluster.aclose`."""
+        if not self.nodes and self._group is None:
+            self._leave.close()
+            return
+        ray = load_ray()
+        try:
+            for node in self.nodes.values():
+                ray.kill(node.actor, no_restart=True)
+            if self._group is not None:
+                importlib.import_module("ray.util").remove_placement_group(self._group)
+        finally:
+            self.nodes, self._group = {}, None
+            self._leave.close()
+
+    async def _take(self, nodes: Sequence[Node]) -> None:
+        """Reserve the devices; one actor a node holds them and looks after the rest."""
+        if not nodes:
+            return
+        util = importlib.import_module("ray.util")
+        gpus = gpus_by_node(self._placed)
+        bundles = [_bundle(node, gpus[node.name]) for node in nodes]
+        self._group = util.placement_group(bundles, strategy="PACK")
+        try:
+            async with asyncio.timeout(RESERVE_TIMEOUT_S):
+                await result_of(self._group.ready())
+        except TimeoutError:
+            free = load_ray().available_resources().get("GPU", 0)
+            raise ConfigError(
+                f"GPUs requested {sum(gpus.values())}, available now {free:g}: other jobs of the "
+                f"cluster have the rest. Wait for them, or ask for fewer"
+            ) from None
+        for index, node in enumerate(nodes):
+            self.nodes[node.name] = await self._take_node(index, node, gpus[node.name])
+
+    async def _take_node(self, index: int, node: Node, num_gpus: int) -> NodeHandle:
+        strategies = importlib.import_module("ray.util.scheduling_strategies")
+        strategy = strategies.PlacementGroupSchedulingStrategy(
+            self._group, placement_group_bundle_index=index
+        )
+        options = options_on(node.name, self._config.env)
+        options |= {"num_gpus": num_gpus, "scheduling_strategy": strategy}
+        actor = load_ray().remote(NodeActor).options(**options).remote(str(self._folder), sys.path)
+        try:
+            async with asyncio.timeout(NODE_START_TIMEOUT_S):
+                names = await result_of(actor.gpus.remote())
+        except (load_ray().exceptions.RayError, TimeoutError) as error:
+            raise WorkerError(f"node {node.address} of the Ray cluster: {error}") from error
+        return NodeHandle(node.name, node.address, actor, tuple(names))
+
+
+class RayLauncher:
+    """Starts servers on the nodes where the devices of an engine are."""
+
+    def __init__(self, devices: Sequence[Device], nodes: Mapping[str, NodeHandle]) -> None:
+        self._devices = devices
+        self._nodes = nodes
+
+    async def start(self, command: ServerCommand) -> Server:
+        """See `Launcher.start`."""
+        size = max(command.num_devices, 1)
+        own = self._devices[command.replica * size : (command.replica + 1) * size]
+        if len(own) < size:
+            raise EngineError(f"{command.name} was given no devices in the cluster")
+        node = self._nodes[own[0].node]
+        host = command.host
+        if host in WILDCARDS:
+            host = node.address
+        elif is_loopback(host) and node.address != _driver_address():
+            raise ConfigError(
+                f"{command.name} stands on {node.address}, which this process can not reach at "
+                f'{host}: set engine.host = "0.0.0.0"'
+            )
+        names = [name for device in own if (name := node.gpu(device)) is not None]
+        here = replace(command, host=host, replica=0)  # its share of the devices is cut out here
+        number, url = await _of_node(node, node.actor.start_server.remote(here, names))
+        return RayServer(node, number, url)
+
+
+class RayServer:
+    """A server that the actor of a node has started."""
+
+    def __init__(self, node: NodeHandle, number: int, url: str) -> None:
+        self.url = url
+        self._node = node
+        self._number = number
+
+    async def ended(self) -> str | None:
+        """See `Server.ended`."""
+        try:
+            how: str | None = await self._ask(self._node.actor.server_ended)
+        except EngineError as error:
+            return f"is lost: {error}"
+        return how
+
+    async def last_output(self) -> str:
+        """See `Server.last_output`."""
+        try:
+            text: str = await self._ask(self._node.actor.server_output)
+        except EngineError as error:
+            return str(error)
+        return text
+
+    async def aclose(self) -> None:
+        """See `Server.aclose`."""
+        with contextlib.suppress(EngineError):  # with its node it has ended, too
+            await self._ask(self._node.actor.close_server)
+
+    async def _ask(self, method: Any) -> Any:
+        return await _of_node(self._node, method.remote(self._number))
+
+
+async def _of_node(node: NodeHandle, reference: Any) -> Any:
+    ray = load_ray()
+    try:
+        async with asyncio.timeout(NODE_CALL_TIMEOUT_S):
+            return await result_of(reference)
+    except ray.exceptions.RayTaskError as error:
+        raise EngineError(f"node {node.address}: {error.cause}") from error
+    except (ray.exceptions.RayError, TimeoutError) as error:
+        raise EngineError(f"node {node.address} does not answer: {error}") from error
+
+
+@contextlib.contextmanager
+def connected(config: ClusterConfig, *, num_gpus: int | None = None) -> Iterator[None]:
+    """This process is in the cluster. One that is started here ends with it, whatever happens.
+
+    num_gpus: of this machine, if it is started here; default: as many as Ray sees.
+
+    Raises WorkerError if the cluster can not be reached or started.
+    """
+    ray = load_ray()
+    if ray.is_initialized():
+        yield
+        return
+    address = config.address or os.environ.get("RAY_ADDRESS")
+    with contextlib.ExitStack() as stack:
+        guard: IO[bytes] | None = None
+        more: dict[str, Any] = {}
+        if address in (None, "local"):
+            guard = stack.enter_context(_started_here())
+            address, more = "local", {"include_dashboard": False, "num_gpus": num_gpus}
+        stack.callback(ray.shutdown)
+        with _own_signals():
+            try:
+                context = ray.init(address, log_to_driver=False, logging_level="WARNING", **more)
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise WorkerError(
+                    f"the Ray cluster at {address!r} can not be reached or started: {error}"
+                ) from error
+        if guard is not None:
+            guard.write(context.address_info["session_dir"].encode())
+            guard.flush()
+        yield
+
+
+@contextlib.contextmanager
+def _started_here() -> Iterator[IO[bytes]]:
+    """Processes that are started now are marked, and a guard ends them all at the end.
+
+    Gives the pipe that the guard is to be told the session's folder by.
+    """
+    mark = uuid.uuid4().hex
+    command = [sys.executable, "-I", "-S", str(ray_guard.__file__), f"{MARK}={mark}"]
+    quiet = subprocess.DEVNULL
+    guard = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True
+    )
+    before = {name: os.environ.get(name) for name in (MARK, "RAY_USAGE_STATS_ENABLED")}
+    os.environ[MARK] = mark
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    assert guard.stdin is not None
+    try:
+        yield guard.stdin
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        guard.stdin.close()
+        try:
+            guard.wait(timeout=GUARD_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            logger.warning("the guard of the Ray cluster (process %d) did not end", guard.pid)
+
+
+@contextlib.contextmanager
+def _own_signals() -> Iterator[None]:
+    """Ray takes SIGTERM for itself."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread() and before is not None:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _driver_address() -> str:
+    address: str = importlib.import_module("ray.util").get_node_ip_address()
+    return address
+
+
+def _nodes_of(listed: Sequence[Mapping[str, Any]]) -> list[Node]:
+    """Living nodes, the driver's own first: small runs stay there."""
+    own = _driver_address()
+    nodes = [
+        Node(
+            name=entry["NodeID"],
+            address=entry["NodeManagerAddress"],
+            gpus=int(entry["Resources"].get("GPU", 0)),
+            cpus=float(entry["Resources"].get("CPU", 0)),
+        )
+        for entry in listed
+        if entry["Alive"]
+    ]
+    return sorted(nodes, key=lambda node: (node.address != own, node.address, node.name))
+
+
+def _bundle(node: Node, num_gpus: int) -> dict[str, float]:
+    place = {f"node:{node.address}": 0.001}
+    return place | ({"GPU": float(num_gpus)} if num_gpus else {})

@@ -1,0 +1,117 @@
+"""Checks of what runs where: engines and trainers in this process, or in processes of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from paceline.config.blocks import RunFile
+from paceline.config.checks import Check, Situation, reads
+from paceline.config.problems import Problem
+from paceline.engines.base import EmbeddedEngineConfig, ServedEngineConfig
+from paceline.trainers.base import FSDPTrainerConfig, SingleTrainerConfig
+
+
+@reads("trainer")
+def ranks_make_whole_replicas(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
+    trainer = run_file.trainer
+    if isinstance(trainer, FSDPTrainerConfig) and trainer.ranks % trainer.replicas:
+        yield Problem(
+            ("trainer", "replicas"),
+            f"{trainer.ranks} ranks can not hold {trainer.replicas} equal copies of the model: "
+            "make trainer.ranks a multiple of it",
+        )
+
+
+@reads("trainer.kind", "engine.kind", "engine.weights")
+def weights_can_travel(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
+    engine, trainer = run_file.engine, run_file.trainer
+    if isinstance(engine, EmbeddedEngineConfig):
+        if engine.weights == "shared" and not isinstance(trainer, SingleTrainerConfig):
+            yield Problem(
+                ("engine", "weights"),
+                f'"shared": a trainer of kind "{trainer.kind}" is in processes of its own, so the '
+                'engine needs a copy: write "auto" or "copy"',
+            )
+    elif engine.urls and engine.weights == "handles":
+        yield Problem(
+            ("engine", "weights"),
+            '"handles" sends pickled tensors, which only servers that are started here are given: '
+            'write "collective", or "disk" for a folder that both can read',
+        )
+
+
+@reads("engine", "run.check_weights", "model.dtype")
+def copies_may_be_rounded(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
+    engine, own = run_file.engine, ("model", run_file.model.dtype)
+    if not isinstance(engine, EmbeddedEngineConfig) or engine.dtype in own:
+        return
+    if engine.weights == "shared":
+        yield Problem(
+            ("engine", "dtype"),
+            f'"{engine.dtype}": an engine that shares the trainer\'s weights has their type; write '
+            'engine.weights = "copy", or leave it out',
+        )
+    if run_file.run.check_weights != "never":
+        yield Problem(
+            ("run", "check_weights"),
+            f'"{run_file.run.check_weights}" compares bit for bit, and engine.dtype = '
+            f'"{engine.dtype}" rounds: leave one of them out',
+        )
+
+
+@reads("engine")
+def attached_servers_are_as_they_are(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
+    engine = run_file.engine
+    if not isinstance(engine, ServedEngineConfig) or not engine.urls:
+        return
+    given = {
+        "extra_arguments": bool(engine.extra_arguments),
+        "env": bool(engine.env),
+        "python": engine.python is not None,
+        "replicas": engine.replicas != 1,
+    }
+    for key in (key for key, is_given in given.items() if is_given):
+        yield Problem(
+            ("engine", key), "engine.urls names servers that run already: set it there, or leave "
+            "the urls out to have servers started"
+        )  # fmt: skip
+    for index, url in enumerate(engine.urls):
+        if not url.startswith(("http://", "https://")):
+            yield Problem(
+                ("engine", "urls", index), f"found {url!r}, allowed: http://host:port or https://"
+            )
+    if len(set(engine.urls)) < len(engine.urls):
+        yield Problem(("engine", "urls"), "the same server stands there twice")
+
+
+@reads("engine.kind", "trainer.kind", "run.deterministic", "evals.background", "cluster")
+def needs_it_all_in_one_process(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
+    is_served = isinstance(run_file.engine, ServedEngineConfig)
+    is_apart = is_served or not isinstance(run_file.trainer, SingleTrainerConfig)
+    if is_served and run_file.run.deterministic:
+        yield Problem(
+            ("run", "deterministic"),
+            f'an engine of kind "{run_file.engine.kind}" answers in an order of its own: leave it '
+            'out, or write engine.kind = "embedded"',
+        )
+    if is_served and run_file.evals.background:
+        yield Problem(
+            ("evals", "background"),
+            "evals beside training need a copy of the weights in this process: leave it out, or "
+            'write engine.kind = "embedded"',
+        )
+    if run_file.cluster.runtime == "ray" and not is_apart:
+        yield Problem(
+            ("cluster", "runtime"),
+            '"ray" has nothing to run: engine and trainer are in this process; write '
+            'trainer.kind = "fsdp", or an engine of servers such as engine.kind = "sglang"',
+        )
+
+
+PART_CHECKS: tuple[Check, ...] = (
+    ranks_make_whole_replicas,
+    weights_can_travel,
+    copies_may_be_rounded,
+    attached_servers_are_as_they_are,
+    needs_it_all_in_one_process,
+)

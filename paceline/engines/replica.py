@@ -1,0 +1,102 @@
+"""The replica seam: what the router needs of one server of an engine, whichever server it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from paceline.engines.base import Completion, Part, Request
+from paceline.weights.base import Meeting, Parcel, PauseMode, Transport
+
+
+class WeightIntake(Protocol):
+    """How new weights get into one replica. It is paused meanwhile.
+
+    begin -> (join, where a meeting is new) -> take, for each parcel -> end. What is not in order is
+    a WeightError, or a LostServerError if the replica is gone.
+    """
+
+    @property
+    def num_devices(self) -> int:
+        """Members that the replica is of a meeting: one for each device that holds weights."""
+
+    async def version(self) -> int | None:
+        """What the server says that it holds; None if it says nothing of the kind."""
+
+    async def join(self, meeting: Meeting, first_rank: int) -> None:
+        """Take the ranks `first_rank ... first_rank + num_devices - 1`. Returns when all have met.
+        A former meeting is left."""
+
+    async def begin(self, transport: Transport) -> None: ...
+
+    async def take(self, parcel: Parcel, transport: Transport) -> None:
+        """Returns when the parcel's memory is not needed any more."""
+
+    async def end(self, version: int) -> None:
+        """All parcels have come: drop what was computed with former weights (prefix cache), and
+        serve under this version from the next token on."""
+
+    async def heads(self, names: Sequence[str], rows: int) -> dict[str, list[float]] | None:
+        """The first numbers of each tensor, flat, at least those of `rows` rows where it has as
+        many; None if the server can not show its weights."""
+
+
+class Replica(Protocol):
+    """One server that holds all weights of a policy. Its connections are its owner's."""
+
+    @property
+    def name(self) -> str:
+        """For messages: its url."""
+
+    @property
+    def weights(self) -> WeightIntake: ...
+
+    async def generate(self, request: Request) -> Completion:
+        """Sample one answer. Cancelling the call ends the answer on the server, too.
+
+        Raises LostServerError if another replica may be asked, and EngineError if the request can
+        not be served anywhere.
+        """
+
+    async def score(self, tokens: Sequence[int], temperature: float = 1.0) -> list[float]:
+        """See `Engine.score`. Raises as `generate` does."""
+
+    async def check(self) -> None:
+        """Raise LostServerError if it does not answer. Cheap, and allowed while it is paused."""
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Make no token any more. `finish` is called when nothing runs on it."""
+
+    async def resume(self) -> None:
+        """Go on. Idempotent."""
+
+    async def sleep(self, parts: frozenset[Part]) -> None:
+        """Free the memory of parts that are awake."""
+
+    async def wake(self, parts: frozenset[Part]) -> None:
+        """Take the memory of parts that are asleep."""
+
+
+class Supplier(Protocol):
+    """Where one replica comes from: a server that is started, or a url that is attached to."""
+
+    @property
+    def name(self) -> str:
+        """For messages: `replica 1 of policy`."""
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the server is started here, and can be started again."""
+
+    async def start(self, version: int) -> Replica:
+        """A replica that answers, with the weights of the model's folder, which are `version`.
+
+        Starts the server; what is left of an earlier one is ended before. Raises EngineError with
+        the server's own last words.
+        """
+
+    async def problem(self) -> str | None:
+        """How the server's process ended, with its last words; None while it runs."""
+
+    async def stop(self) -> None:
+        """End the server if it was started here. Idempotent."""

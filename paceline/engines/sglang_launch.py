@@ -1,0 +1,152 @@
+"""The command line of an SGLang server."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from paceline.engines.base import SGLangEngineConfig
+from paceline.engines.server import HOST, PORT, ServerCommand
+from paceline.errors import ConfigError
+from paceline.models import ModelConfig
+from paceline.types import derive_seed
+
+CPU_CACHE_TOKENS = 65_536
+"""Without a limit a server on a CPU takes most of the machine's memory for its KV cache."""
+
+OWN_ARGUMENTS = {
+    "--model-path": "model.path",
+    "--model": "model.path",
+    "--tokenizer-path": "model.tokenizer",
+    "--trust-remote-code": "model.trust_remote_code",
+    "--dtype": "model.dtype",
+    "--device": "engine.device",
+    "--host": "engine.host",
+    "--port": "which is chosen when the server starts",
+    "--api-key": "which is made for a server that is open to the network",
+    "--tp": "engine.tensor_parallel",
+    "--tp-size": "engine.tensor_parallel",
+    "--tensor-parallel-size": "engine.tensor_parallel",
+    "--context-length": "engine.max_context",
+    "--max-running-requests": "engine.max_running",
+    "--max-total-tokens": "engine.kv_cache_tokens",
+    "--mem-fraction-static": "engine.memory_share",
+    "--random-seed": "which follows from run.seed",
+    "--weight-version": "which is the policy's",
+    "--enable-memory-saver": "which follows from [memory]",
+    "--pp-size": "engine.tensor_parallel: weights are not sent to pipeline stages",
+    "--pipeline-parallel-size": "engine.tensor_parallel: weights are not sent to pipeline stages",
+    "--skip-tokenizer-init": "which would leave stop texts without effect",
+    "--base-gpu-id": "the launcher: a server sees no devices but its own",
+    "--nnodes": "engine.tensor_parallel: a replica stands on one machine",
+}
+"""Arguments that Paceline sets, or that must not be set, with what to set in their place."""
+DATA_PARALLEL = ("--dp", "--dp-size", "--data-parallel-size")
+DEFAULTS = {
+    "cpu": {"--attention-backend": "torch_native", "--sampling-backend": "pytorch"},
+    "cuda": {},
+}
+"""What may be given in another way in `engine.extra_arguments`."""
+DEFAULTS_OF_ALL = {"--grammar-backend": "none", "--log-level-http": "warning"}
+SHORTEST_PREFIX = 6
+"""`--mem-f` is understood as `--mem-fraction-static` by the server; `--tp` is a name of its own."""
+
+
+def sglang_command(
+    config: SGLangEngineConfig,
+    model: ModelConfig,
+    *,
+    policy: str,
+    replica: int,
+    version: int,
+    device: str,
+    seed: int,
+    moves_memory: bool,
+    api_key: str | None = None,
+) -> ServerCommand:
+    """version: of the weights in the model's folder. device: `cpu` or `cuda`. moves_memory: whether
+    the server shall be able to give its memory back. Raises ConfigError for arguments that are not
+    the user's to set."""
+    check_extra_arguments(config.extra_arguments)
+    argv = [config.python or sys.executable, "-m", "sglang.launch_server"]
+    argv += ["--model-path", resolved(model.path), "--host", HOST, "--port", PORT]
+    argv += ["--device", device, "--dtype", model.dtype, "--weight-version", str(version)]
+    argv += ["--tp-size", str(config.tensor_parallel)]
+    argv += ["--max-running-requests", str(config.max_running)]
+    # The servers of an engine must not draw the same numbers.
+    own_seed = derive_seed(seed, policy, "server", replica) % 2**31
+    argv += ["--random-seed", str(own_seed), "--sleep-on-idle"]
+    if model.tokenizer is not None:
+        argv += ["--tokenizer-path", resolved(model.tokenizer)]
+    if model.trust_remote_code:
+        argv += ["--trust-remote-code"]
+    if model.random_init:
+        argv += ["--load-format", "dummy"]
+    if config.max_context is not None:
+        argv += ["--context-length", str(config.max_context)]
+    if tokens := config.kv_cache_tokens or (CPU_CACHE_TOKENS if device == "cpu" else None):
+        argv += ["--max-total-tokens", str(tokens)]
+    if device == "cuda":
+        argv += ["--mem-fraction-static", str(config.memory_share)]
+    if moves_memory:
+        argv += ["--enable-memory-saver"]
+    if api_key is not None:
+        argv += ["--api-key", api_key]
+    given = {_flag(argument) for argument in config.extra_arguments}
+    for flag, value in {**DEFAULTS[device], **DEFAULTS_OF_ALL}.items():
+        if flag not in given:
+            argv += [flag, value]
+    return ServerCommand(
+        name=f"{policy}-sglang-{replica}",
+        argv=(*argv, *config.extra_arguments),
+        replica=replica,
+        num_devices=config.tensor_parallel if device == "cuda" else 0,
+        env=server_env(device, config.env),
+        host=config.host,
+    )
+
+
+def check_extra_arguments(extra: Sequence[str]) -> None:
+    """Raise ConfigError for what is set elsewhere, or would break the coupling with the trainer."""
+    flags = [_flag(argument) for argument in extra if argument.startswith("--")]
+    for flag in flags:
+        own = next((o for o in OWN_ARGUMENTS if _means(flag, o)), None)
+        if own is not None:
+            raise ConfigError(
+                f"engine.extra_arguments: {flag} is not to be set there, but by "
+                f"{OWN_ARGUMENTS[own]}"
+            )
+        if flag in DATA_PARALLEL and "--enable-dp-attention" not in flags:
+            raise ConfigError(
+                f"engine.extra_arguments: {flag} is for attention only (--enable-dp-attention); "
+                "for more servers of a model set engine.replicas"
+            )
+
+
+def server_env(device: str, extra: Mapping[str, str]) -> dict[str, str]:
+    if "SGLANG_RETURN_ORIGINAL_LOGPROB" in extra:
+        raise ConfigError(
+            "engine.env: SGLANG_RETURN_ORIGINAL_LOGPROB would give log-probs before temperature, "
+            "and training needs those of the distribution that was sampled from: leave it out"
+        )
+    env = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
+    if device == "cpu":
+        # Otherwise SGLang takes the machine for one with another accelerator.
+        env["SGLANG_USE_CPU_ENGINE"] = "1"
+    return {**env, **extra}
+
+
+def resolved(named: str) -> str:
+    """A folder's whole path: the server may have another working directory. Or a model id."""
+    folder = Path(named).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else named
+
+
+def _flag(argument: str) -> str:
+    return argument.partition("=")[0]
+
+
+def _means(flag: str, own: str) -> bool:
+    """True if the server reads the flag as `own`, or may do so."""
+    return flag == own or (len(flag) > SHORTEST_PREFIX and own.startswith(flag))

@@ -1,0 +1,149 @@
+"""A segment of shared memory that torch in another process maps without a copy.
+
+torch's own sharing by file name starts a helper process that holds on to this one's output, counts
+readers in a way that fits one reader a message, and removes a dead sender's memory only when all
+its readers have ended. So the file is made here; only what readers talk to is torch's:
+
+- the header before the numbers, with a count of readers that never gets to zero;
+- `torch_shm_manager`, with which each reader says that it maps the file. It is started without
+  this process's output, lives as long as anybody is connected to it, and then ends by itself. A
+  reader whose manager has gone would be ended by torch.
+
+The file goes with `close`; should this process be killed before, a shell that waits for that
+removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import secrets
+import socket
+import subprocess
+import threading
+import weakref
+from pathlib import Path
+
+import torch
+
+from paceline.errors import WeightError
+
+logger = logging.getLogger(__name__)
+ROOT = Path("/dev/shm")
+PREFIX = "paceline-"
+HEADER = 64
+"""Bytes before the numbers: torch's alignment of mapped memory."""
+NEVER_LAST = 1 << 30
+"""Readers count down from here; the one that got to zero would remove the file."""
+START_S = 30.0
+
+
+class Segment:
+    """Flat bytes that other processes of this machine can map."""
+
+    def __init__(self, size: int) -> None:
+        """Raises WeightError if there is not so much shared memory."""
+        self.manager = _manager.path()
+        self.name = f"{PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
+        self.size = size
+        path = ROOT / self.name
+        self._remover = subprocess.Popen(
+            ["/bin/sh", "-c", 'read -r _; rm -f -- "$1"', "sh", str(path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        self._close = weakref.finalize(self, _remove, path, self._remover)
+        try:
+            memory = _mapped(path, HEADER + size)
+        except OSError as error:
+            self.close()
+            raise WeightError(
+                f"{(HEADER + size) / 2**20:.0f} MiB of shared memory can not be had in {ROOT}: "
+                f"{error}; lower engine.bucket_mb, or give the machine more (of a container: "
+                "--shm-size)"
+            ) from error
+        memory[:4] = NEVER_LAST.to_bytes(4, "little")
+        self.tensor = torch.frombuffer(memory, dtype=torch.uint8, offset=HEADER, count=size)
+
+    def owns(self, storage: torch.UntypedStorage) -> bool:
+        """True if these are the segment's own bytes."""
+        return storage.data_ptr() == self.tensor.untyped_storage().data_ptr()
+
+    def close(self) -> None:
+        """Remove the file; who has mapped it keeps its bytes. Idempotent."""
+        self._close()
+
+
+def _mapped(path: Path, size: int) -> mmap.mmap:
+    handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(handle, 0, size)  # or the first write into a full disk ends the process
+        return mmap.mmap(handle, size)
+    finally:
+        os.close(handle)
+
+
+def _remove(path: Path, remover: subprocess.Popen[bytes]) -> None:
+    path.unlink(missing_ok=True)
+    assert remover.stdin is not None
+    with contextlib.suppress(OSError):
+        remover.stdin.close()
+    try:
+        remover.wait(timeout=START_S)
+    except subprocess.TimeoutExpired:
+        remover.kill()
+
+
+class _Manager:
+    """One `torch_shm_manager` for all segments of this process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pid = 0
+        self._path = ""
+        self._connection: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def path(self) -> str:
+        """Of its socket; it runs as long as this process does."""
+        with self._lock:  # ends: when the manager has started or failed, within START_S
+            if (
+                self._pid != os.getpid()
+                or self._process is None
+                or self._process.poll() is not None
+            ):
+                self._start()
+            return self._path
+
+    def _start(self) -> None:
+        program = Path(torch.__file__).parent / "bin" / "torch_shm_manager"
+        try:
+            self._process = subprocess.Popen(
+                [str(program)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+            )
+        except OSError as error:
+            raise WeightError(
+                f"weights can not be shared with another process: {program} does not start: "
+                f'{error}; set engine.weights = "collective"'
+            ) from error
+        output = self._process.stdout
+        assert output is not None
+        with output:
+            self._path = output.readline().decode().strip()
+        if not self._path or self._path.startswith("ERROR"):
+            raise WeightError(f"{program} failed: {self._path or 'no answer'}")
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._connection.settimeout(START_S)
+        self._connection.connect(self._path)
+        self._pid = os.getpid()
+
+
+_manager = _Manager()

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.engines.base import SGLangEngineConfig
+from paceline.engines.sglang_launch import check_extra_arguments, sglang_command
+from paceline.errors import ConfigError
+from paceline.models import ModelConfig
+
+
+def command(model: dict[str, Any] | None = None, **changes: Any) -> list[str]:
+    options: dict[str, Any] = {
+        "policy": "solver", "replica": 1, "version": 3, "device": "cpu", "seed": 0,
+        "moves_memory": False,
+    }  # fmt: skip
+    options |= {k: changes.pop(k) for k in list(changes) if k in options or k == "api_key"}
+    settings = ModelConfig(**({"path": "org/model"} | (model or {})))
+    return list(sglang_command(SGLangEngineConfig(**changes), settings, **options).argv)
+
+
+def value(argv: list[str], flag: str) -> str:
+    assert argv.count(flag) == 1, flag
+    return argv[argv.index(flag) + 1]
+
+
+def test_a_server_on_a_cpu() -> None:
+    argv = command()
+    assert argv[:3] == [sys.executable, "-m", "sglang.launch_server"]
+    assert value(argv, "--model-path") == "org/model"
+    assert (value(argv, "--host"), value(argv, "--port")) == ("{host}", "{port}")
+    assert value(argv, "--dtype") == "float32"
+    assert value(argv, "--max-total-tokens") == "65536"
+    assert value(argv, "--attention-backend") == "torch_native"
+    assert value(argv, "--weight-version") == "3"
+    assert "--sleep-on-idle" in argv
+    for absent in ("--mem-fraction-static", "--enable-memory-saver", "--api-key"):
+        assert absent not in argv
+
+
+def test_a_server_on_gpus() -> None:
+    argv = command(
+        {"dtype": "bfloat16"}, device="cuda", moves_memory=True, tensor_parallel=2,
+        memory_share=0.5, kv_cache_tokens=1000, max_context=2048, max_running=32,
+        extra_arguments=("--attention-backend=fa3", "--quantization", "fp8"),
+    )  # fmt: skip
+    assert value(argv, "--tp-size") == "2"
+    assert value(argv, "--mem-fraction-static") == "0.5"
+    assert value(argv, "--max-total-tokens") == "1000"
+    assert value(argv, "--context-length") == "2048"
+    assert value(argv, "--max-running-requests") == "32"
+    assert "--enable-memory-saver" in argv
+    assert argv[-3:] == ["--attention-backend=fa3", "--quantization", "fp8"]
+    assert not [a for a in argv[:-3] if a.startswith("--attention-backend")]
+    built = sglang_command(
+        SGLangEngineConfig(tensor_parallel=2, host="0.0.0.0"), ModelConfig(path="m"),
+        policy="p", replica=3, version=0, device="cuda", seed=0, moves_memory=False,
+    )  # fmt: skip
+    assert (built.num_devices, built.replica, built.host) == (2, 3, "0.0.0.0")
+
+
+def test_what_a_model_may_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    argv = command({"path": "model", "tokenizer": "org/tokens", "trust_remote_code": True,
+                    "random_init": True}, api_key="secret")  # fmt: skip
+    assert value(argv, "--model-path") == str(tmp_path / "model")
+    assert value(argv, "--tokenizer-path") == "org/tokens"
+    assert value(argv, "--load-format") == "dummy"
+    assert value(argv, "--api-key") == "secret"
+    assert "--trust-remote-code" in argv
+
+
+def test_servers_of_one_engine_draw_different_numbers() -> None:
+    seeds = [value(command(replica=r, seed=s), "--random-seed") for r in (0, 1) for s in (0, 1)]
+    assert len(set(seeds)) == 4
+    assert seeds[0] == value(command(replica=0, seed=0), "--random-seed")
+
+
+@pytest.mark.parametrize(
+    ("extra", "key"),
+    [
+        (("--port", "80"), "chosen"),
+        (("--tp", "2"), "engine.tensor_parallel"),
+        (("--tp-size=2",), "engine.tensor_parallel"),
+        (("--mem-fraction", "0.9"), "engine.memory_share"),
+        (("--quantization", "fp8", "--dtype", "half"), "model.dtype"),
+        (("--dp-size", "2"), "engine.replicas"),
+        (("--pp-size", "2"), "pipeline"),
+    ],
+)
+def test_arguments_that_are_set_elsewhere_are_refused(extra: tuple[str, ...], key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        check_extra_arguments(extra)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3"),
+        ("--quantization", "fp8"),
+        ("--enable-dp-attention", "--dp-size", "2"),
+        ("--chunked-prefill-size", "-1"),
+        ("--enable-deterministic-inference",),
+    ],
+)
+def test_arguments_that_pass(extra: tuple[str, ...]) -> None:
+    check_extra_arguments(extra)
+    assert command(extra_arguments=extra)[-len(extra) :] == list(extra)
+
+
+def test_log_probs_before_temperature_are_refused() -> None:
+    with pytest.raises(ConfigError, match="SGLANG_RETURN_ORIGINAL_LOGPROB"):
+        command(env={"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"})
