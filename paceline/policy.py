@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from paceline.algorithms.base import Algorithm, Baselines, Credit
 from paceline.data.packing import (
@@ -18,7 +19,7 @@ from paceline.observe.metrics import Metrics
 from paceline.teachers.base import Teacher
 from paceline.trainers.base import AREAS, Head, Place, Trainer
 from paceline.types import Batch, Group, Row
-from paceline.weights.base import PauseMode, Transport, WeightPlan
+from paceline.weights.base import BUCKET_BYTES, PauseMode, Transport, WeightPlan
 from paceline.weights.check import WeightCheck, check_weights
 from paceline.weights.publish import publish
 
@@ -46,6 +47,12 @@ class Policy:
     """Grades the rows; there if the algorithm needs one."""
     baselines: Baselines = field(default_factory=dict)
     """Role -> (mean, count) of earlier rewards, for algorithms with a running baseline."""
+    bucket_bytes: int = BUCKET_BYTES
+    """Of a publish between processes."""
+    weight_folder: Path | None = None
+    """Of a publish by disk."""
+    weight_dtype: str | None = None
+    """Type that weights are sent in between processes; None: that of the trainer."""
     takes_turns: bool = False
     """Trainer, critic and teacher are never on the device together."""
 
@@ -152,7 +159,14 @@ class Policy:
         Done even where the version is served already: engines forget what they have cached, so
         that a resumed run computes the same bits.
         """
-        plan = WeightPlan(self.name, self.trainer.version, self.transport)
+        plan = WeightPlan(
+            self.name,
+            self.trainer.version,
+            self.transport,
+            bucket_bytes=self.bucket_bytes,
+            folder=self.weight_folder,
+            dtype=self.weight_dtype,
+        )
         is_first = self.version < 0
         is_checked = self.check == "always" or (self.check == "first" and is_first)
         sent = await publish(

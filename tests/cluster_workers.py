@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
 import subprocess
@@ -82,13 +83,9 @@ class Probe:
         values += 1
         return values
 
-    def add_one_to(self, first: Any, second: Any) -> list[Any]:
-        """Both are the same kept value."""
-        first["values"] += 1
-        return [second["values"] + 1]
-
-    def size_of(self, values: Any) -> int:
-        return int(values.size)
+    def add_one_to(self, kept: Any) -> Any:
+        kept["values"] += 1
+        return kept["values"]
 
     def unpicklable(self) -> Any:
         return Unpicklable()
@@ -136,7 +133,7 @@ class Probe:
     def sleep_on_purpose(self) -> None:
         time.sleep(FOREVER_S)
 
-    def wait_for(self, path: str) -> str:
+    def wait_for(self, path: str, _: Any = None) -> str:
         """Come to an end when the file is there."""
         Path(f"{path}.waiting-{self.rank.index}").touch()
         while not Path(path).exists():
@@ -162,6 +159,15 @@ class Probe:
     def close(self) -> None:
         if self.folder is not None:
             (Path(self.folder) / f"closed-{self.rank.index}").touch()
+
+
+class NodeProbe(Probe):
+    """Of a worker in a Ray cluster."""
+
+    def node(self) -> str:
+        ray = importlib.import_module("ray")
+        name: str = ray.get_runtime_context().get_node_id()
+        return name
 
 
 def refuse(rank: Rank) -> Probe:

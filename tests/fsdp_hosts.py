@@ -13,8 +13,8 @@ import torch
 
 from paceline.cluster.addresses import free_port
 from paceline.cluster.base import Rank, WorkerSpec
-from paceline.cluster.group import Limits
 from paceline.cluster.local import LocalGroup
+from paceline.cluster.members import Limits
 from paceline.cluster.trainer import GroupTrainer
 from paceline.trainers.base import FSDPTrainerConfig
 from paceline.trainers.fsdp import FSDPRank

@@ -135,7 +135,7 @@ class FarEnd:
 
 
 def main() -> None:
-    import torch.multiprocessing  # noqa: F401: as a server does, whose pickles name it
+    import torch.multiprocessing  # noqa: F401  (pickles of tensors name it)
 
     far = FarEnd()
     for line in sys.stdin:

@@ -10,6 +10,7 @@ from paceline.config import RunFile
 from paceline.engines.base import (
     EmbeddedEngineConfig,
     Engine,
+    ServedEngineConfig,
     SGLangEngineConfig,
     VLLMEngineConfig,
 )
@@ -17,7 +18,7 @@ from paceline.engines.embedded import EmbeddedEngine
 from paceline.engines.sglang_open import open_sglang
 from paceline.engines.turns import Turns
 from paceline.trainers.base import SingleTrainerConfig
-from paceline.weights.base import Transport
+from paceline.weights.base import BUCKET_BYTES, Transport, WeightPlan
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -87,6 +88,17 @@ def make_engine(
         version=version,
         turns=turns,
     )
+
+
+def route_of(run_file: RunFile, policy: str) -> WeightPlan:
+    """How weights travel to the engine of a policy: a plan without a version."""
+    engine, transport = run_file.engine, transport_of(run_file)
+    dtype = None if engine.dtype in ("model", run_file.model.dtype) else engine.dtype
+    bucket_bytes = BUCKET_BYTES
+    if isinstance(engine, ServedEngineConfig):
+        bucket_bytes = engine.bucket_mb << 20
+    folder = run_file.run_dir / "weights" / policy if transport == "disk" else None
+    return WeightPlan(policy, 0, transport, bucket_bytes=bucket_bytes, folder=folder, dtype=dtype)
 
 
 def transport_of(run_file: RunFile) -> Transport:

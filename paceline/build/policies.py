@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.build.engines import open_engine, transport_of
+from paceline.build.engines import open_engine, route_of, transport_of
 from paceline.build.parts import Text
 from paceline.build.site import Site
 from paceline.build.trainers import open_critic, open_trainer
@@ -76,6 +76,7 @@ async def open_policy(
     engine = await open_engine(
         run_file, model, text, site, policy=name, transport=transport, turns=turns
     )
+    route = route_of(run_file, name)
     return Policy(
         name,
         algorithm,
@@ -87,6 +88,9 @@ async def open_policy(
         critic=critic,
         critic_only_steps=critic_only,
         teacher=teacher,
+        bucket_bytes=route.bucket_bytes,
+        weight_folder=route.folder,
+        weight_dtype=route.dtype,
         pause=run_file.schedule.pause,
         check=run_file.run.check_weights,
         takes_turns=run_file.memory.order != "none",

@@ -16,7 +16,8 @@ from typing import Any
 from paceline.cluster import wire
 from paceline.cluster.addresses import LOOPBACK, free_port
 from paceline.cluster.base import Rank, WorkerSpec
-from paceline.cluster.group import Group, Limits, LostWorkerError, read_answer
+from paceline.cluster.group import Group
+from paceline.cluster.members import Limits, LostWorkerError, read_answer
 from paceline.cluster.objects import Kept
 from paceline.cluster.process import ChildProcess
 from paceline.cluster.worker import CLOSE, Answer, Start

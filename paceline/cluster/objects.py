@@ -83,7 +83,7 @@ async def kept_by(keep: Callable[[Any], Kept], value: Any) -> AsyncIterator[Kept
     try:
         await asyncio.shield(keeping)  # ends: when the value is copied
     except asyncio.CancelledError:
-        keeping.add_done_callback(lambda done: done.exception() or done.result().release())
+        keeping.add_done_callback(_release)
         raise
     except Exception as error:
         raise WorkerError(f"a value can not be kept for workers: {reason_of(error)}") from error
@@ -92,6 +92,11 @@ async def kept_by(keep: Callable[[Any], Kept], value: Any) -> AsyncIterator[Kept
         yield kept
     finally:
         kept.release()
+
+
+def _release(keeping: asyncio.Task[Kept]) -> None:
+    if keeping.exception() is None:
+        keeping.result().release()
 
 
 @contextlib.contextmanager

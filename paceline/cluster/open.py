@@ -10,8 +10,8 @@ from typing import Any
 
 from paceline.cluster.addresses import LOOPBACK
 from paceline.cluster.base import Cluster, WorkerSpec
-from paceline.cluster.group import Limits
 from paceline.cluster.local import LocalGroup, visible_gpu
+from paceline.cluster.members import Limits
 from paceline.cluster.objects import Kept, keep_here, kept_by
 from paceline.cluster.placement import LOCAL_NODE, Device, Need, Node, place
 from paceline.cluster.ray import RayCluster

@@ -8,20 +8,19 @@ import importlib
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
 from paceline.cluster import ray_guard
-from paceline.cluster.addresses import is_loopback
 from paceline.cluster.base import WorkerSpec
-from paceline.cluster.group import Limits
+from paceline.cluster.members import Limits
 from paceline.cluster.objects import Kept, kept_by
 from paceline.cluster.placement import Device, Need, Node, gpus_by_node, place
 from paceline.cluster.ray_actors import NodeActor
@@ -33,19 +32,19 @@ from paceline.cluster.ray_group import (
     options_on,
     result_of,
 )
+from paceline.cluster.ray_servers import RayLauncher, driver_address
 from paceline.cluster.settings import ClusterConfig
-from paceline.engines.server import Launcher, Server, ServerCommand
-from paceline.errors import ConfigError, EngineError, WorkerError
+from paceline.engines.server import Launcher
+from paceline.errors import ConfigError, WorkerError
 
 logger = logging.getLogger(__name__)
 
 RESERVE_TIMEOUT_S = 15.0
 """For GPUs that are there: longer only if another job has them."""
 NODE_START_TIMEOUT_S = 120.0
-NODE_CALL_TIMEOUT_S = 60.0
 GUARD_TIMEOUT_S = 15.0
+REACH_TIMEOUT_S = 10.0
 MARK = "PACELINE_CLUSTER"
-WILDCARDS = ("0.0.0.0", "::")
 
 
 class RayCluster:
@@ -125,7 +124,9 @@ class RayCluster:
         util = importlib.import_module("ray.util")
         gpus = gpus_by_node(self._placed)
         bundles = [_bundle(node, gpus[node.name]) for node in nodes]
-        self._group = util.placement_group(bundles, strategy="PACK")
+        # By name: several nodes may stand at one address.
+        labels = [{"ray.io/node-id": node.name} for node in nodes]
+        self._group = util.placement_group(bundles, strategy="PACK", bundle_label_selector=labels)
         try:
             async with asyncio.timeout(RESERVE_TIMEOUT_S):
                 await result_of(self._group.ready())
@@ -154,78 +155,6 @@ class RayCluster:
         return NodeHandle(node.name, node.address, actor, tuple(names))
 
 
-class RayLauncher:
-    """Starts servers on the nodes where the devices of an engine are."""
-
-    def __init__(self, devices: Sequence[Device], nodes: Mapping[str, NodeHandle]) -> None:
-        self._devices = devices
-        self._nodes = nodes
-
-    async def start(self, command: ServerCommand) -> Server:
-        """See `Launcher.start`."""
-        size = max(command.num_devices, 1)
-        own = self._devices[command.replica * size : (command.replica + 1) * size]
-        if len(own) < size:
-            raise EngineError(f"{command.name} was given no devices in the cluster")
-        node = self._nodes[own[0].node]
-        host = command.host
-        if host in WILDCARDS:
-            host = node.address
-        elif is_loopback(host) and node.address != _driver_address():
-            raise ConfigError(
-                f"{command.name} stands on {node.address}, which this process can not reach at "
-                f'{host}: set engine.host = "0.0.0.0"'
-            )
-        names = [name for device in own if (name := node.gpu(device)) is not None]
-        here = replace(command, host=host, replica=0)  # its share of the devices is cut out here
-        number, url = await _of_node(node, node.actor.start_server.remote(here, names))
-        return RayServer(node, number, url)
-
-
-class RayServer:
-    """A server that the actor of a node has started."""
-
-    def __init__(self, node: NodeHandle, number: int, url: str) -> None:
-        self.url = url
-        self._node = node
-        self._number = number
-
-    async def ended(self) -> str | None:
-        """See `Server.ended`."""
-        try:
-            how: str | None = await self._ask(self._node.actor.server_ended)
-        except EngineError as error:
-            return f"is lost: {error}"
-        return how
-
-    async def last_output(self) -> str:
-        """See `Server.last_output`."""
-        try:
-            text: str = await self._ask(self._node.actor.server_output)
-        except EngineError as error:
-            return str(error)
-        return text
-
-    async def aclose(self) -> None:
-        """See `Server.aclose`."""
-        with contextlib.suppress(EngineError):  # with its node it has ended, too
-            await self._ask(self._node.actor.close_server)
-
-    async def _ask(self, method: Any) -> Any:
-        return await _of_node(self._node, method.remote(self._number))
-
-
-async def _of_node(node: NodeHandle, reference: Any) -> Any:
-    ray = load_ray()
-    try:
-        async with asyncio.timeout(NODE_CALL_TIMEOUT_S):
-            return await result_of(reference)
-    except ray.exceptions.RayTaskError as error:
-        raise EngineError(f"node {node.address}: {error.cause}") from error
-    except (ray.exceptions.RayError, TimeoutError) as error:
-        raise EngineError(f"node {node.address} does not answer: {error}") from error
-
-
 @contextlib.contextmanager
 def connected(config: ClusterConfig, *, num_gpus: int | None = None) -> Iterator[None]:
     """This process is in the cluster. One that is started here ends with it, whatever happens.
@@ -245,6 +174,8 @@ def connected(config: ClusterConfig, *, num_gpus: int | None = None) -> Iterator
         if address in (None, "local"):
             guard = stack.enter_context(_started_here())
             address, more = "local", {"include_dashboard": False, "num_gpus": num_gpus}
+        else:
+            _check_reachable(address)
         stack.callback(ray.shutdown)
         with _own_signals():
             try:
@@ -257,6 +188,25 @@ def connected(config: ClusterConfig, *, num_gpus: int | None = None) -> Iterator
             guard.write(context.address_info["session_dir"].encode())
             guard.flush()
         yield
+
+
+def _check_reachable(address: str) -> None:
+    """Raise WorkerError within seconds; Ray itself tries for minutes."""
+    if "://" in address:
+        raise WorkerError(
+            f"cluster.address = {address!r}: Ray's client protocol can not be used; start the run "
+            f"on a node of the cluster, or by `ray job submit`, with HOST:PORT of its head"
+        )
+    host, _, port = address.rpartition(":")
+    if address == "auto" or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_TIMEOUT_S).close()
+    except OSError as error:
+        raise WorkerError(
+            f"nothing answers at {address}, the address of the Ray cluster ({error}): look at "
+            f"cluster.address or RAY_ADDRESS, and at `ray status` on its head"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -300,14 +250,9 @@ def _own_signals() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
-def _driver_address() -> str:
-    address: str = importlib.import_module("ray.util").get_node_ip_address()
-    return address
-
-
 def _nodes_of(listed: Sequence[Mapping[str, Any]]) -> list[Node]:
     """Living nodes, the driver's own first: small runs stay there."""
-    own = _driver_address()
+    own = driver_address()
     nodes = [
         Node(
             name=entry["NodeID"],

@@ -16,8 +16,9 @@ from typing import Any
 
 from paceline.cluster import wire
 from paceline.cluster.base import Rank, WorkerSpec
-from paceline.cluster.group import Group, Limits, LostWorkerError, read_answer
+from paceline.cluster.group import Group
 from paceline.cluster.local import PACKAGE_ROOT, log_name
+from paceline.cluster.members import Limits, LostWorkerError, read_answer
 from paceline.cluster.objects import Kept
 from paceline.cluster.placement import Device
 from paceline.cluster.ray_actors import RankActor, for_ray, from_ray

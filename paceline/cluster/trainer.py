@@ -19,7 +19,7 @@ from paceline.cluster.base import WorkerGroup, WorkerSpec
 from paceline.cluster.trainer_source import GroupSource
 from paceline.models import ModelConfig
 from paceline.observe.metrics import Metrics
-from paceline.trainers.base import AREAS, FSDPTrainerConfig, Head, Place
+from paceline.trainers.base import FSDPTrainerConfig, Head, Place
 from paceline.trainers.core import split_idle
 from paceline.trainers.fsdp import FSDPRank
 from paceline.trainers.fsdp_weights import ModelSource
@@ -139,13 +139,8 @@ class GroupTrainer:
         await self._group.call("place", where)
 
     async def aclose(self) -> None:
-        """Finish what is being written, and end the workers. Idempotent."""
+        """End the workers; a checkpoint that is being written stays without its end. Idempotent."""
         await self._group.aclose()
-
-    @property
-    def area(self) -> str:
-        """Of its metrics."""
-        return AREAS[self._head]
 
 
 def deal(rows: Sequence[Row], size: int) -> list[list[Row]]:

@@ -41,7 +41,12 @@ class PlanSource:
         # ends: with the turn of another receiver, which `publish` gives a deadline
         async with self._turn:
             await self._group.call(
-                "open_parcels", plan.version, plan.transport, plan.bucket_bytes, plan.folder
+                "open_parcels",
+                plan.version,
+                plan.transport,
+                plan.bucket_bytes,
+                plan.folder,
+                plan.dtype,
             )
             try:
                 while (parcel := _merged(await self._group.call("next_parcel"))) is not None:

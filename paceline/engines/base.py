@@ -178,6 +178,9 @@ class ServedEngineConfig(Config):
     room for; on a CPU: 65536."""
     max_context: Annotated[int, Field(ge=2)] | None = None
     """Most tokens of prompt plus answer; default: the model's."""
+    dtype: Literal["model", "float32", "bfloat16", "float16"] = "model"
+    """Type that the server computes in, and that weights are sent in; `model`: that of
+    `model.dtype`. On a GPU usually `bfloat16`, also where the trainer holds float32."""
     weights: Literal["auto", "handles", "collective", "disk"] = "auto"
     """How new weights come: `handles`: memory that both can map (CUDA IPC on a shared GPU, shared
     memory on one CPU host); `collective`: broadcast over NCCL or gloo; `disk`: files in a folder

@@ -12,7 +12,7 @@ from paceline.deadline import stop
 from paceline.engines.http import LostServerError
 from paceline.engines.replica import WeightIntake
 from paceline.errors import EngineError, WeightError
-from paceline.weights.base import Meeting, Parcel, WeightPlan, WeightSource
+from paceline.weights.base import Meeting, Parcel, TensorInfo, WeightPlan, WeightSource
 
 Lost = Callable[[WeightIntake, EngineError], None]
 
@@ -24,6 +24,8 @@ class Delivery:
         """timeout_s: for one parcel, and for a meeting to come together."""
         self._backend, self._timeout_s = backend, timeout_s
         self._met: tuple[Meeting, tuple[WeightIntake, ...]] | None = None
+        self.tensors: dict[str, TensorInfo] = {}
+        """What the newest plan brought."""
 
     async def bring(
         self,
@@ -49,11 +51,13 @@ class Delivery:
         if plan.transport == "collective":
             await self._meet(plan, there, lost)
         there = await _on_all(there, lambda r: r.begin(plan.transport), lost)
+        self.tensors = {}
         parcels = plan.source.parcels()
         try:
             async for parcel in parcels:
                 if not holds_former:
                     parcel = replace(parcel, changed=None)
+                self.tensors |= {info.name: info for info in parcel.tensors}
                 there = await self._hand_on(plan, plan.source, parcel, there, lost)
         except BaseException:
             self._met = None  # who knows where its members are
@@ -120,7 +124,7 @@ class Delivery:
 
 async def _named(replica: WeightIntake, work: Awaitable[None], lost: Lost) -> None:
     try:
-        await work
+        await work  # ends: by the time limits of its replica
     except LostServerError as error:
         lost(replica, error)
         raise

@@ -21,6 +21,8 @@ GRACE_S = 3.0
 """Seconds between SIGTERM and SIGKILL."""
 LOOK_S = 0.5
 """How often the parent and the command are looked at."""
+OWN_MEMORY = ("sem.mp-", "sglang_")
+"""What names of it begin with; what others made and the command only uses has other names."""
 SET_DEATH_SIGNAL, SET_SUBREAPER = 1, 36
 """Of prctl(2)."""
 
@@ -68,6 +70,16 @@ def _before_command() -> None:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
+    left_behind = _shared_memory()
+    try:
+        _end_processes(child)
+    finally:
+        for path in left_behind:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+
+
+def _end_processes(child: subprocess.Popen[bytes]) -> None:
     if child.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGTERM)
@@ -87,9 +99,25 @@ def _end(child: subprocess.Popen[bytes]) -> None:
                 os.waitpid(pid, 0)  # ends: it was killed just now
 
 
-def _children() -> list[int]:
-    """Processes whose parent is this one."""
-    own, found = os.getpid(), []
+def _shared_memory() -> set[str]:
+    """Shared memory that the command made for itself, and would take away if it were not killed."""
+    found: set[str] = set()
+    pids = _children()
+    while pids:
+        pid = pids.pop()
+        pids += _children(pid)
+        with (
+            contextlib.suppress(OSError),
+            open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as maps,
+        ):
+            paths = {line.rstrip().partition("/dev/shm/")[2] for line in maps}
+            found |= {f"/dev/shm/{path}" for path in paths if path.startswith(OWN_MEMORY)}
+    return found
+
+
+def _children(parent: int | None = None) -> list[int]:
+    """Processes whose parent is this one, or the given one."""
+    own, found = parent or os.getpid(), []
     try:
         names = os.listdir("/proc")
     except OSError:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from paceline.engines.base import Completion, Part, Request
-from paceline.weights.base import Meeting, Parcel, PauseMode, Transport
+from paceline.weights.base import Meeting, Parcel, PauseMode, TensorInfo, Transport
 
 
 class WeightIntake(Protocol):
@@ -36,9 +36,8 @@ class WeightIntake(Protocol):
         """All parcels have come: drop what was computed with former weights (prefix cache), and
         serve under this version from the next token on."""
 
-    async def heads(self, names: Sequence[str], rows: int) -> dict[str, list[float]] | None:
-        """The first numbers of each tensor, flat, at least those of `rows` rows where it has as
-        many; None if the server can not show its weights."""
+    async def read(self, info: TensorInfo) -> list[float] | None:
+        """The numbers of a tensor that is served, flat; None if the server does not show it."""
 
 
 class Replica(Protocol):

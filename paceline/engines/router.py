@@ -16,6 +16,7 @@ from paceline.engines.base import Completion, CutSignal, Part, Request
 from paceline.engines.delivery import Delivery
 from paceline.engines.fleet import Fleet, Member
 from paceline.engines.http import FIRST_PAUSE_S, LostServerError
+from paceline.engines.readback import differences
 from paceline.engines.replica import Replica, Supplier, WeightIntake
 from paceline.errors import EngineError, WeightError
 from paceline.weights.base import PauseMode, Transport, WeightPlan
@@ -24,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+MOST_NAMED = 5
+WATCH_S, WATCH_EACH_S = 2.0, 0.02
+"""Seconds between two looks at a replica: of few, and for each of many."""
 TRANSPORTS: tuple[Transport, ...] = ("handles", "collective", "disk")
 
 
@@ -40,12 +44,13 @@ class RoutedEngine:
         backend: Literal["nccl", "gloo"] = "gloo",
         return_timeout_s: float = 900.0,
         update_timeout_s: float = 600.0,
-        watch_s: float = 5.0,
+        watch_s: float | None = None,
         close: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """version: of the weights that replicas start with. retries: further attempts of a request
         whose replica was lost. backend: of broadcasts. return_timeout_s: how long a request waits
-        where all replicas are lost and one may come back. close: called when all is over."""
+        where all replicas are lost and one may come back. watch_s: between two looks at each
+        replica. close: called when all is over."""
         self.policy = policy
         self._retries, self._return_timeout_s, self._close = retries, return_timeout_s, close
         self._delivery = Delivery(backend=backend, timeout_s=update_timeout_s)
@@ -56,7 +61,7 @@ class RoutedEngine:
             admit=self._admit,
             may_start=lambda: not self._asleep,
             changed=self._notify,
-            watch_s=watch_s,
+            watch_s=watch_s or max(WATCH_S, WATCH_EACH_S * len(suppliers)),
         )
         self._held: Literal["drain", "freeze"] | None = None
         """`drain`: no request is sent; `freeze`: those that were sent rest, too."""
@@ -78,6 +83,11 @@ class RoutedEngine:
     def num_running(self) -> int:
         """Requests that replicas have open."""
         return self._fleet.load
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where the replicas are that are up."""
+        return [member.alive.name for member in self._fleet.up()]
 
     @property
     def num_serving(self) -> int:
@@ -118,6 +128,21 @@ class RoutedEngine:
         self._fleet.holds(plan.version, there)
         self._lacks_weights = False
         await self._settle()
+
+    async def holds(self, plan: WeightPlan) -> list[str]:
+        """In what replicas differ from what the sender has, in words; see `weights.check`."""
+        if plan.source is None:
+            raise WeightError("the plan carries no source to compare with")
+        sent = await plan.source.checksums()
+        told: list[str] = []
+        for member in self._fleet.up():
+            weights = member.alive.weights
+            if wrong := await differences(weights.read, sent, self._delivery.tensors):
+                told.append(
+                    f"{member.supplier.name}: {len(wrong)} of {len(sent)} tensors differ or are "
+                    f"missing: {', '.join(wrong[:MOST_NAMED])}"
+                )
+        return told
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop making tokens. A second pause only stops more; `resume` ends both.
@@ -181,7 +206,7 @@ class RoutedEngine:
             if cut is not None and cut.is_set:
                 return None
             if self._rests:
-                await self._change(cut)  # ends: `resume`, `receive`, `wake`, a cut, or `aclose`
+                await self._change(cut)
                 continue
             member = self._fleet.choose(group, tried)
             if member is None:
@@ -227,7 +252,7 @@ class RoutedEngine:
 
     async def _drained(self) -> None:
         while self.num_running:
-            await self._change(None)  # ends: with the last request, `resume`, or `aclose`
+            await self._change(None)
             self._refuse_if_closed()
             if self._held is None:
                 raise EngineError("the engine was resumed before it had come to rest")
@@ -238,7 +263,7 @@ class RoutedEngine:
         self._waiters.add(future)
         try:
             with nullcontext() if cut is None else cut.listening(lambda: _settle(future)):
-                await future  # ends: `_notify`, which `aclose` calls, too
+                await future  # ends: `_notify`: a change of state or replicas, or `aclose`
         finally:
             self._waiters.discard(future)
 

@@ -20,7 +20,7 @@ OWN_ARGUMENTS = {
     "--model": "model.path",
     "--tokenizer-path": "model.tokenizer",
     "--trust-remote-code": "model.trust_remote_code",
-    "--dtype": "model.dtype",
+    "--dtype": "engine.dtype",
     "--device": "engine.device",
     "--host": "engine.host",
     "--port": "which is chosen when the server starts",
@@ -69,9 +69,10 @@ def sglang_command(
     the server shall be able to give its memory back. Raises ConfigError for arguments that are not
     the user's to set."""
     check_extra_arguments(config.extra_arguments)
+    dtype = model.dtype if config.dtype == "model" else config.dtype
     argv = [config.python or sys.executable, "-m", "sglang.launch_server"]
     argv += ["--model-path", resolved(model.path), "--host", HOST, "--port", PORT]
-    argv += ["--device", device, "--dtype", model.dtype, "--weight-version", str(version)]
+    argv += ["--device", device, "--dtype", dtype, "--weight-version", str(version)]
     argv += ["--tp-size", str(config.tensor_parallel)]
     argv += ["--max-running-requests", str(config.max_running)]
     # The servers of an engine must not draw the same numbers.

@@ -13,17 +13,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 from paceline.engines.http import JsonClient, RefusedError
 from paceline.engines.sglang_answers import number_of
 from paceline.errors import WeightError
-from paceline.weights.base import Meeting, Parcel, Transport
+from paceline.weights.base import Meeting, Parcel, TensorInfo, Transport
 
 logger = logging.getLogger(__name__)
 
-FLUSHES, FLUSH_AGAIN_S = 20, 0.25
+FLUSHES, FLUSH_AGAIN_S = 8, 0.1
 """A server that was asked a moment ago to pause may not have come to it yet."""
 CONTROL_S = 60.0
 ABSENT = (404, 405)
@@ -172,18 +171,14 @@ class SGLangWeights:
             logger.warning("%s; prefixes are kept apart by version instead", problem)
         self.salt = f"version {version}"
 
-    async def heads(self, names: Sequence[str], rows: int) -> dict[str, list[float]] | None:
-        found: dict[str, list[float]] = {}
-        for name in names:
-            body = {"name": name, "truncate_size": rows}
-            try:
-                shown = await self._ask("/get_weights_by_name", body)
-            except RefusedError:
-                shown = None
-            if not isinstance(shown, list):
-                return None
-            found[name] = _flat(shown)
-        return found
+    async def read(self, info: TensorInfo) -> list[float] | None:
+        rows = info.shape[0] if info.shape else 1
+        body = {"name": info.name, "truncate_size": rows}
+        try:
+            shown = await self._ask("/get_weights_by_name", body)
+        except RefusedError:
+            return None
+        return _flat(shown) if isinstance(shown, list) else None
 
     async def _post(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> Any:
         try:

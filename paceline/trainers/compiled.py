@@ -13,37 +13,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from paceline.trainers.recompute import decoder_layers, replaced
+
 if TYPE_CHECKING:
     from torch import nn
 
-Call = Callable[..., Any]
-
 
 class CompiledLayers:
-    """The layers' forwards, compiled when they are first used; later shapes are dynamic."""
+    """The decoder layers of some models; each is compiled when it is first used."""
 
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self._layers = layers
-        self._forwards: list[Call] = [torch.compile(layer.forward) for layer in layers]
+    def __init__(self, models: Sequence[nn.Module], compiler: Any = torch.compile) -> None:
+        """compiler: makes another function of a forward."""
+        self._layers = [layer for model in models for layer in decoder_layers(model, "compile")]
+        self._forwards: list[Callable[..., Any]] = [compiler(one.forward) for one in self._layers]
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Within it, the layers run compiled."""
         with replaced(self._layers, self._forwards):
             yield
-
-
-@contextmanager
-def replaced(layers: Sequence[nn.Module], forwards: Sequence[Call]) -> Iterator[None]:
-    """Within it, each layer has the forward that stands in its place in `forwards`."""
-    before: list[Call | None] = [vars(layer).get("forward") for layer in layers]
-    for layer, forward in zip(layers, forwards, strict=True):
-        layer.forward = forward
-    try:
-        yield
-    finally:
-        for layer, former in zip(layers, before, strict=True):
-            if former is None:
-                del layer.forward
-            else:
-                layer.forward = former

@@ -27,6 +27,7 @@ from paceline.algorithms.base import Objective
 from paceline.errors import ConfigError, TrainerError
 from paceline.observe.metrics import Metrics
 from paceline.trainers.base import AREAS, Head, Place, TrainerConfig
+from paceline.trainers.compiled import CompiledLayers
 from paceline.trainers.devices import fixed_order
 from paceline.trainers.forward import CausalForward, Enter, Forward, directly
 from paceline.trainers.inputs import check_columns
@@ -86,6 +87,9 @@ class TrainerCore:
         if reference is not None:
             self.forwards["reference"] = reference
         self._layers = decoder_layers(self.model) if config.activation_checkpointing else []
+        self._compiled: CompiledLayers | None = None
+        if config.compile and device.type == "cuda":
+            self._compiled = CompiledLayers([one.model for one in self.forwards.values()])
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(self.model, config)
         self.version = 0
@@ -116,7 +120,7 @@ class TrainerCore:
         scored: list[FloatArray] = [np.zeros(len(row.tokens_T), kind) for row in rows]
         with torch.no_grad():
             for micro in self._micro_batches(rows, forward):
-                with self._autocast():
+                with self._forward_context(learns=False):
                     scores_N = forward.score(micro)
                 chosen = [rows[i].mask_T for i in micro.rows]
                 ends = np.cumsum([int(mask_T.sum()) for mask_T in chosen])
@@ -230,7 +234,9 @@ class TrainerCore:
             stack.enter_context(self._autocast())
             if not learns:
                 stack.enter_context(torch.no_grad())
-            if self._layers:
+            if self._compiled is not None:
+                stack.enter_context(self._compiled.active())
+            if self._layers and learns:
                 stack.enter_context(recomputed(self._layers))
             return stack.pop_all()
 
@@ -305,5 +311,6 @@ def make_forward(
         layout=config.layout,
         chunk_tokens=config.logprob_chunk_tokens,
         share_prefix=config.share_prefix,
+        fused=config.compile and model.device.type == "cuda",
         enter=enter,
     )

@@ -88,15 +88,17 @@ class CausalForward:
         layout: Layout | Literal["auto"] = "auto",
         chunk_tokens: int = 2048,
         share_prefix: bool = False,
+        fused: bool = False,
         enter: Enter = directly,
     ) -> None:
         """chunk_tokens: most tokens whose logits exist at one time. share_prefix: if it can be.
+        fused: log-probs by compiled kernels.
 
         enter: for the calls after this one; here the weights are whole.
         """
         self.model: Any = model
         self._enter = enter
-        self._chunk_tokens = chunk_tokens
+        self._chunk_tokens, self._fused = chunk_tokens, fused
         attention = str(getattr(model.config, "_attn_implementation", "sdpa"))
         self.layout: Layout = choose_layout(attention) if layout == "auto" else layout
         self.slow_reason: str | None = None
@@ -144,6 +146,7 @@ class CausalForward:
                 batch.temperatures_N,
                 chunk_tokens=self._chunk_tokens,
                 entropy_gradient=entropy_gradient,
+                fused=self._fused,
             )
         )
 

@@ -30,6 +30,7 @@ from paceline.trainers.fsdp_shards import Root, make_mesh, shard
 from paceline.trainers.fsdp_state import Saver, load
 from paceline.trainers.fsdp_weights import ModelSource, fill, find_spots
 from paceline.trainers.optimizer import move_moments
+from paceline.trainers.threads import available_cores
 from paceline.types import Batch, Row, StepReport
 from paceline.weights.base import Meeting, Parcel, Transport
 
@@ -55,8 +56,8 @@ class FSDPRank:
         tokenizer: ModelConfig | None = None,
     ) -> None:
         """horizon: optimizer steps of the whole run. tokenizer: whose is saved with the model."""
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
+        # Threads that wait for a core that another rank spins on would slow all of them down.
+        torch.set_num_threads(config.threads or max(1, available_cores() // seat.size))
         self._ranks = Ranks(seat, replicas=config.replicas, timeout_s=config.timeout_s)
         self._is_offloaded = config.cpu_offload
         self._broken: str | None = None
@@ -128,11 +129,18 @@ class FSDPRank:
         return self._core.version
 
     def open_parcels(
-        self, version: int, transport: Transport, bucket_bytes: int, folder: Path | None
+        self,
+        version: int,
+        transport: Transport,
+        bucket_bytes: int,
+        folder: Path | None,
+        dtype: str | None = None,
     ) -> None:
         """Start a publish; see `paceline.weights.source.Outbox`."""
         parcels = _opened(self._parcels)
-        self._work(lambda: parcels.open(version, transport, bucket_bytes, folder), leaves=False)
+        self._work(
+            lambda: parcels.open(version, transport, bucket_bytes, folder, dtype), leaves=False
+        )
 
     def next_parcel(self) -> Parcel | None:
         """The next one, with this rank's handle of it if it has one; None after the last."""

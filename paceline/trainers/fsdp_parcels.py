@@ -52,10 +52,15 @@ class Parcels:
         self._sent: Future[None] | None = None
 
     def open(
-        self, version: int, transport: Transport, bucket_bytes: int, folder: Path | None
+        self,
+        version: int,
+        transport: Transport,
+        bucket_bytes: int,
+        folder: Path | None,
+        dtype: str | None = None,
     ) -> None:
         """Start a publish; one that is open ends."""
-        self._outbox.open(version, transport, bucket_bytes, folder)
+        self._outbox.open(version, transport, bucket_bytes, folder, dtype)
 
     def next(self) -> Parcel | None:
         """The next one, gathered by all ranks; None after the last."""
@@ -86,7 +91,7 @@ class Parcels:
         if not self._sent.done():
             return False
         sent, self._sent = self._sent, None
-        sent.result()
+        sent.result()  # ends: it is done
         return True
 
     def give_up(self) -> None:
@@ -101,7 +106,8 @@ class Parcels:
     def dispose(self) -> None:
         """Give back everything. Idempotent."""
         self._outbox.abort()
-        self._sender.shutdown(wait=True, cancel_futures=True)  # ends: it was aborted
+        # ends: it was aborted, or by its own limit
+        self._sender.shutdown(wait=True, cancel_futures=True)
         self._outbox.dispose()
 
     def _begin(self, work: Callable[[], None]) -> None:

@@ -7,7 +7,7 @@ outside of it the model, which an engine may share, is as it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,27 +21,42 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers whose activations can be recomputed. Raises ConfigError if there are none."""
+Call = Callable[..., Any]
+
+
+def decoder_layers(model: nn.Module, key: str = "activation_checkpointing") -> list[nn.Module]:
+    """The layers that are repeated, as transformers marks them. Raises ConfigError if there are
+    none. key: of `[trainer]`, which needs them."""
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     if not layers:
         raise ConfigError(
-            f"trainer.activation_checkpointing = true, but {type(model).__name__} has no layer "
-            "that supports it; set it to false and lower trainer.max_tokens_per_micro_batch"
+            f"trainer.{key} = true, but {type(model).__name__} has no layer that supports it; set "
+            "it to false and lower trainer.max_tokens_per_micro_batch"
         )
     return layers
 
 
 @contextmanager
-def recomputed(layers: list[nn.Module]) -> Iterator[None]:
-    """Within it, a forward of the layers keeps their inputs only; the backward may come later."""
-    for layer in layers:
-        layer.forward = partial(_checkpointed, layer.forward)
+def replaced(layers: Sequence[nn.Module], forwards: Sequence[Call]) -> Iterator[None]:
+    """Within it, each layer has the forward that stands in its place in `forwards`."""
+    before: list[Call | None] = [vars(layer).get("forward") for layer in layers]
+    for layer, forward in zip(layers, forwards, strict=True):
+        layer.forward = forward
     try:
         yield
     finally:
-        for layer in layers:
-            del layer.forward
+        for layer, former in zip(layers, before, strict=True):
+            if former is None:
+                del layer.forward
+            else:
+                layer.forward = former
+
+
+@contextmanager
+def recomputed(layers: list[nn.Module]) -> Iterator[None]:
+    """Within it, a forward of the layers keeps their inputs only; the backward may come later."""
+    with replaced(layers, [partial(_checkpointed, layer.forward) for layer in layers]):
+        yield
 
 
 def _checkpointed(forward: Callable[..., Any], *values: Any, **named: Any) -> Any:

@@ -18,6 +18,9 @@ CPU host (shared memory); `collective`: a broadcast over the network, NCCL or gl
 a folder that both can read."""
 
 
+BUCKET_BYTES = 512 << 20
+
+
 @dataclass(frozen=True, slots=True)
 class WeightPlan:
     """One publish: which version, over which transport."""
@@ -29,10 +32,13 @@ class WeightPlan:
     """For in-process transports: Hugging Face name -> tensor, as the trainer holds them."""
     source: WeightSource | None = None
     """For transports between processes: the sender's end."""
-    bucket_bytes: int = 512 << 20
+    bucket_bytes: int = BUCKET_BYTES
     """For transports between processes: how much is on its way at one time."""
     folder: Path | None = None
     """For `disk`: a folder that the sender keeps the newest weights in. Nothing else is in it."""
+    dtype: str | None = None
+    """For transports between processes: type that floating-point numbers are sent in, such as
+    `bfloat16`; None: that in which the trainer holds them."""
 
 
 @dataclass(frozen=True, slots=True)

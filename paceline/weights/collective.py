@@ -136,15 +136,8 @@ def _join(
 
 def _store(meeting: Meeting, rank: int, limit: timedelta, listener: Listener | None) -> Any:
     given: dict[str, Any] = {} if listener is None else {"master_listen_fd": listener.detach()}
-    # While a store waits for all members, no other thread of this process runs: the group waits.
     return c10d.TCPStore(
-        meeting.address,
-        meeting.port,
-        meeting.size,
-        rank == 0,
-        timeout=limit,
-        wait_for_workers=False,
-        **given,
+        meeting.address, meeting.port, meeting.size, rank == 0, timeout=limit, **given
     )
 
 
@@ -211,7 +204,7 @@ def _wait(work: Any, timeout_s: float, stopped: threading.Event) -> None:
 def leave(group: Group) -> None:
     """Give up membership. Idempotent."""
     with suppress(RuntimeError):
-        group.backend.shutdown()
+        group.backend.shutdown()  # ends: it waits for nobody
 
 
 def _abandon(group: Group, work: Any, timeout_s: float) -> None:

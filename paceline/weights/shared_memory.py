@@ -15,8 +15,8 @@ removes it.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import logging
 import mmap
 import os
 import secrets
@@ -30,7 +30,6 @@ import torch
 
 from paceline.errors import WeightError
 
-logger = logging.getLogger(__name__)
 ROOT = Path("/dev/shm")
 PREFIX = "paceline-"
 HEADER = 64
@@ -106,44 +105,60 @@ class _Manager:
         self._pid = 0
         self._path = ""
         self._connection: socket.socket | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        """While it is open, the manager runs."""
 
     def path(self) -> str:
-        """Of its socket; it runs as long as this process does."""
+        """Of its socket; it runs as long as this process does, and its readers."""
         with self._lock:  # ends: when the manager has started or failed, within START_S
-            if (
-                self._pid != os.getpid()
-                or self._process is None
-                or self._process.poll() is not None
-            ):
+            if self._pid != os.getpid() or not self._runs():
+                self.close()
                 self._start()
             return self._path
 
+    def close(self) -> None:
+        """Leave it to its readers. Idempotent."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _runs(self) -> bool:
+        if self._connection is None:
+            return False
+        try:
+            return bool(self._connection.recv(1, socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
     def _start(self) -> None:
         program = Path(torch.__file__).parent / "bin" / "torch_shm_manager"
-        try:
-            self._process = subprocess.Popen(
-                [str(program)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                cwd="/",
-            )
-        except OSError as error:
+        if not os.access(program, os.X_OK):
             raise WeightError(
-                f"weights can not be shared with another process: {program} does not start: "
-                f'{error}; set engine.weights = "collective"'
-            ) from error
-        output = self._process.stdout
-        assert output is not None
-        with output:
-            self._path = output.readline().decode().strip()
+                f"weights can not be shared with another process: torch's {program} is missing; "
+                'set engine.weights = "collective"'
+            )
+        # The shell ends at once, so that the manager outlives this process if readers need it.
+        shell = subprocess.Popen(
+            ["/bin/sh", "-c", '"$1" &', "sh", str(program)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            cwd="/",
+        )
+        assert shell.stdout is not None
+        with shell.stdout:
+            self._path = shell.stdout.readline().decode().strip()
+        shell.wait(timeout=START_S)
         if not self._path or self._path.startswith("ERROR"):
-            raise WeightError(f"{program} failed: {self._path or 'no answer'}")
+            raise WeightError(f"{program} failed: {self._path or 'it ended without a word'}")
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._connection.settimeout(START_S)
         self._connection.connect(self._path)
+        self._connection.setblocking(False)  # else `_runs` would wait for a word, up to START_S
         self._pid = os.getpid()
 
 
 _manager = _Manager()
+atexit.register(_manager.close)

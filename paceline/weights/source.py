@@ -47,8 +47,8 @@ class Outbox:
 
         address: of this machine, as receivers reach it. is_sender: False in the other processes of
         a sharded trainer, which take part in gathering the tensors and hand over what lies on
-        their own GPU. timeout_s: for a meeting, and for one broadcast. device: of the tensors,
-        where this process can not look at one of them alone.
+        their own GPU. timeout_s: for a meeting, and for one broadcast. device: of the tensors;
+        absent: a CPU.
         """
         self._tensors = tensors
         self._write_config = write_config
@@ -63,6 +63,7 @@ class Outbox:
         self._group: Group | None = None
         self._folder: WeightFolder | None = None
         self._stopped = threading.Event()
+        self._dtype: torch.dtype | None = None
 
     def open(
         self,
@@ -70,9 +71,11 @@ class Outbox:
         transport: Transport,
         bucket_bytes: int,
         folder: Path | None = None,
+        dtype: str | None = None,
     ) -> None:
-        """Start a publish; one that is open ends. folder: for `disk`."""
+        """Start a publish; one that is open ends. folder: for `disk`. dtype: see `WeightPlan`."""
         self.close()
+        self._dtype = None if dtype is None else getattr(torch, dtype)
         self._stopped.clear()
         if transport == "handles":
             self._parcels = self._by_handles(bucket_bytes)
@@ -124,13 +127,19 @@ class Outbox:
                 f"meeting {meeting.name!r} is at port {meeting.port}, which is not the one that "
                 "the sender keeps for it: ask for a meeting point first"
             )
-        device = self._device or next((t.device for _, t in self._tensors() if t.is_cuda), None)
-        self._group = join(meeting, 0, self._timeout_s, listener=listener, device=device)
+        self._group = join(
+            meeting,
+            0,
+            self._timeout_s,
+            listener=listener,
+            device=self._device,
+            stopped=self._stopped,
+        )
 
     def checksums(self) -> dict[str, str]:
         """Name of each tensor -> hash of what the trainer holds now."""
         found: dict[str, str] = {}
-        for name, tensor in self._tensors():
+        for name, tensor in self._cast():
             if self._is_sender:
                 found |= checksums({name: tensor})
         return found
@@ -178,7 +187,7 @@ class Outbox:
     def _buckets(
         self, bucket_bytes: int, buffer: Callable[[int, torch.device], Tensor]
     ) -> Iterator[Bucket]:
-        for bucket in buckets(self._tensors(), bucket_bytes, buffer):
+        for bucket in buckets(self._cast(), bucket_bytes, buffer):
             self._bucket = bucket
             yield bucket
             self._bucket = None
@@ -209,7 +218,7 @@ class Outbox:
         infos = []
 
         def noted() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in self._tensors():
+            for name, tensor in self._cast():
                 infos.append(describe(name, tensor))
                 yield name, tensor
 
@@ -222,6 +231,12 @@ class Outbox:
             self._folder.forget()
             raise
         self._folder.acknowledge()
+
+    def _cast(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors in the type in which they are sent."""
+        for name, tensor in self._tensors():
+            is_cast = self._dtype is not None and tensor.is_floating_point()
+            yield name, tensor.to(self._dtype) if is_cast else tensor
 
     def _joined(self) -> Group:
         if self._group is None:
@@ -258,7 +273,9 @@ class LocalSource:
         # ends: with the turn of another receiver, which `publish` gives a deadline
         async with self._turn:
             await self._run(
-                lambda: outbox.open(plan.version, plan.transport, plan.bucket_bytes, plan.folder)
+                lambda: outbox.open(
+                    plan.version, plan.transport, plan.bucket_bytes, plan.folder, plan.dtype
+                )
             )
             try:
                 while (parcel := await self._run(outbox.next_parcel)) is not None:

@@ -8,12 +8,24 @@ from typing import Any
 
 import pytest
 import torch
+from engines.sglang_real import sglang_python
 from recorded_runs import train_run
 from safetensors.torch import load_file
 
 from paceline.build.replay import replay
 
 FSDP = ("trainer.kind=fsdp", "trainer.ranks=2", "run.check_weights=always")
+def sglang_options() -> tuple[str, ...]:
+    return (
+        "engine.kind=sglang",
+        f"engine.python={sglang_python()}",
+        "engine.device=cpu",
+        "engine.kv_cache_tokens=4096",
+        "engine.max_running=16",
+        'engine.env={HF_HUB_OFFLINE = "1", OMP_NUM_THREADS = "1"}',
+    )
+
+
 TWO = """
 [policies.policy]
 [policies.other]
@@ -98,3 +110,16 @@ def test_a_run_of_two_policies_one_of_them_sharded(tmp_path: Path) -> None:
     found = rows(run_dir)
     assert {row["policy"] for row in found} == {"policy", "other"}
     assert max(row["version"] for row in found if row["policy"] == "policy") == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.xdist_group("sglang")
+def test_a_sharded_trainer_and_sglang_servers(tmp_path: Path) -> None:
+    """The whole of it: ranks train, a real server samples, weights travel and are compared."""
+    run_dir = train_run(tmp_path, *FSDP, *sglang_options())
+    found = rows(run_dir)
+    assert [row["version"] for row in found] == [1, 2, 3]
+    # In float32 the server and the trainer say the same of the tokens that the server sampled.
+    assert max(row["train/mismatch_max"] for row in found) < 1e-4
+    assert min(row["rollout/sampled_tokens"] for row in found) > 12

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ def test_a_kept_value_is_read_by_many_calls_at_any_depth(starter: Starter, size:
             values = np.arange(size, dtype=np.float32)
             async with kept_by(starter.keep, {"values": values}) as kept:
                 for _ in range(2):  # what a reader changes is its own
-                    for (result,) in (await group.call("add_one_to", kept, kept))[:1]:
+                    for result in await group.call("add_one_to", kept):
                         np.testing.assert_array_equal(result, values + 1)
                 nested = await group.scatter("echo", [([kept, 1],), (2,)])
             np.testing.assert_array_equal(nested[0][0]["values"], values)
@@ -36,7 +37,7 @@ def test_a_kept_value_is_read_by_many_calls_at_any_depth(starter: Starter, size:
 
 
 def test_it_lives_until_the_last_call_has_settled_and_no_longer(
-    starter: Starter, monkeypatch: pytest.MonkeyPatch
+    starter: Starter, tmp_path: Path
 ) -> None:
     async def run() -> None:
         async with AsyncExitStack() as stack:
@@ -46,9 +47,10 @@ def test_it_lives_until_the_last_call_has_settled_and_no_longer(
                     await group.call("nothing", kept)
                 with pytest.raises(WorkerError, match="can not be sent"):
                     await group.call("echo", (kept, lambda: 0))
-                call = asyncio.ensure_future(group.call("size_of", kept))
-                await until(lambda: group.is_busy)
-            assert await call == [2**21, 2**21]
+                call = asyncio.ensure_future(group.call("wait_for", str(tmp_path / "go"), kept))
+                await until(lambda: len(list(tmp_path.iterdir())) == 2)
+            (tmp_path / "go").touch()
+            assert await call == ["seen", "seen"]
             await starter.until_all_is_freed()
             with pytest.raises(WorkerError, match="after its owner let go of it"):
                 await group.call("echo", kept)

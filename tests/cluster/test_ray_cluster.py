@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import json
+import os
 import signal
+import subprocess
 import sys
 import time
 import urllib.request
@@ -19,6 +22,7 @@ from cluster_workers import Probe
 from reward_workers import has_ended
 
 from paceline.cluster import ray as ray_part
+from paceline.cluster import ray_servers
 from paceline.cluster.base import WorkerSpec
 from paceline.cluster.open import open_cluster
 from paceline.cluster.placement import Need
@@ -28,6 +32,7 @@ from paceline.engines.server import HOST, PORT, ServerCommand
 from paceline.errors import ConfigError, EngineError, MissingExtraError, WorkerError
 
 RAY = ClusterConfig(runtime="ray")
+TESTS = Path(__file__).parent.parent
 slow = pytest.mark.slow
 
 
@@ -153,7 +158,7 @@ def test_a_server_on_another_node_must_not_listen_on_loopback(
         assert await _get(open_server.url) == ""
         assert "127.0.0.1" not in open_server.url
         await open_server.aclose()
-        monkeypatch.setattr(ray_part, "_driver_address", lambda: "10.9.9.9")
+        monkeypatch.setattr(ray_servers, "driver_address", lambda: "10.9.9.9")
         with pytest.raises(ConfigError, match=r"can not reach at 127.0.0.1: set engine.host"):
             await launcher.start(_server(tmp_path))
 
@@ -171,6 +176,40 @@ def test_a_cluster_that_the_caller_joined_is_left_as_it_is_and_signals_too(
     assert before in (signal.SIG_DFL, signal.default_int_handler)
 
 
+@slow
+def test_several_nodes_each_rank_where_its_device_is(tmp_path: Path) -> None:
+    """Two nodes in the books, of two GPUs each, on this machine."""
+    script = TWO_NODES.format(folder=str(tmp_path))
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
+    ended = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=100
+    )
+    assert ended.returncode == 0, ended.stderr
+    nodes, gpus, addresses = json.loads(ended.stdout.splitlines()[-1])
+    assert len(set(nodes)) == 2
+    assert nodes == sorted(nodes, key=nodes.index)
+    assert sorted(gpus) == ["0", "0", "1", "1"]
+    assert len({tuple(address) for address in addresses}) == 1
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("127.0.0.1:1", "nothing answers at 127.0.0.1:1"),
+        ("ray://127.0.0.1:10001", "client protocol can not be used"),
+    ],
+)
+def test_a_cluster_that_can_not_be_joined_is_told_at_once(
+    address: str, message: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("ray", reason="the extra `ray` is not installed")
+    start = time.monotonic()
+    config = ClusterConfig(runtime="ray", address=address)
+    with pytest.raises(WorkerError, match=message):
+        asyncio.run(open_cluster(config, [], tmp_path))
+    assert time.monotonic() - start < 5
+
+
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'paceline\[ray\]'"):
@@ -180,6 +219,37 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
 async def _nothing(cluster: RayCluster) -> None:
     assert cluster.devices
 
+
+TWO_NODES = """
+import asyncio, json, os
+from pathlib import Path
+import ray
+from ray.cluster_utils import Cluster
+from cluster_groups import LIMITS
+from cluster_workers import NodeProbe
+from paceline.cluster.base import WorkerSpec
+from paceline.cluster.placement import Need
+from paceline.cluster.ray import RayCluster
+from paceline.cluster.settings import ClusterConfig
+
+async def main(address):
+    config = ClusterConfig(runtime="ray", address=address)
+    cluster = await RayCluster.open(config, [Need("w", 4)], Path({folder!r}), LIMITS)
+    group = await cluster.start(WorkerSpec("w", NodeProbe, size=4), cluster.devices("w"))
+    told = await group.call("node")
+    gpus = [visible for (visible,) in await group.call("environment", "CUDA_VISIBLE_DEVICES")]
+    addresses = [(rank.address, rank.port) for rank, _ in await group.call("whoami")]
+    await group.aclose()
+    await cluster.aclose()
+    print(json.dumps([told, gpus, addresses]))
+
+nodes = Cluster(initialize_head=True, head_node_args={{"num_gpus": 2, "include_dashboard": False}})
+nodes.add_node(num_gpus=2)
+try:
+    asyncio.run(main(nodes.address))
+finally:
+    nodes.shutdown()
+"""
 
 SERVER = """
 import http.server, os, sys

@@ -9,7 +9,7 @@ from typing import Any
 from paceline.engines.base import Completion, Part, Request
 from paceline.engines.http import LostServerError
 from paceline.errors import EngineError, WeightError
-from paceline.weights.base import Meeting, Parcel, PauseMode, Transport, WeightPlan
+from paceline.weights.base import Meeting, Parcel, PauseMode, TensorInfo, Transport, WeightPlan
 
 
 class FakeWeights:
@@ -47,7 +47,7 @@ class FakeWeights:
         await self._do("end", version)
         self.held = version
 
-    async def heads(self, names: Sequence[str], rows: int) -> dict[str, list[float]] | None:
+    async def read(self, info: TensorInfo) -> list[float] | None:
         return None
 
 

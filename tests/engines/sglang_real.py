@@ -72,7 +72,7 @@ class RealServer:
         self.runner = asyncio.Runner()
         self.context = real_engine(folder, **changes)
         self.engine = self.runner.run(self.context.__aenter__())
-        self.version = 0
+        self.folder = folder
 
     def run(self, work: Coroutine[Any, Any, Any], timeout_s: float = 90.0) -> Any:
         async def bounded() -> Any:
@@ -89,8 +89,8 @@ class RealServer:
 class Weights:
     """The sending end of a trainer that holds a tiny model."""
 
-    def __init__(self, folder: Path, seed: int = 0) -> None:
-        self.model = tiny_model(seed)
+    def __init__(self, folder: Path) -> None:
+        self.model = tiny_model()
         self._folder = folder
         self._outbox = Outbox(
             lambda: [(n, p.detach()) for n, p in self.model.named_parameters()],
@@ -119,12 +119,13 @@ class Weights:
     def close(self) -> None:
         self._outbox.dispose()
 
-    def logprobs(self, tokens: list[int], temperature: float = 1.0) -> list[float]:
-        """Of each token given those before it; 0.0 for the first."""
-        with torch.no_grad():
-            logits_TV = self.model(torch.tensor([tokens])).logits[0].double() / temperature
-            table_TV = torch.log_softmax(logits_TV, -1)
-        return [0.0, *(table_TV[t - 1, tokens[t]].item() for t in range(1, len(tokens)))]
+
+def logprobs(seed: int, tokens: list[int], temperature: float = 1.0) -> list[float]:
+    """Of each token given those before it, by the model of this seed; 0.0 for the first."""
+    with torch.no_grad():
+        logits_TV = tiny_model(seed)(torch.tensor([tokens])).logits[0].double() / temperature
+        table_TV = torch.log_softmax(logits_TV, -1)
+    return [0.0, *(table_TV[t - 1, tokens[t]].item() for t in range(1, len(tokens)))]
 
 
 def request(count: int = 12, seed: int = 0, **changes: Any) -> Request:

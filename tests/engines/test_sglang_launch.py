@@ -87,7 +87,7 @@ def test_servers_of_one_engine_draw_different_numbers() -> None:
         (("--tp", "2"), "engine.tensor_parallel"),
         (("--tp-size=2",), "engine.tensor_parallel"),
         (("--mem-fraction", "0.9"), "engine.memory_share"),
-        (("--quantization", "fp8", "--dtype", "half"), "model.dtype"),
+        (("--quantization", "fp8", "--dtype", "half"), "engine.dtype"),
         (("--dp-size", "2"), "engine.replicas"),
         (("--pp-size", "2"), "pipeline"),
     ],

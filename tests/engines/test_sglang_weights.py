@@ -10,7 +10,7 @@ import pytest
 from engines.sglang_server import StandIn, stand_in
 
 from paceline.engines.http import JsonClient, LostServerError
-from paceline.engines.sglang_weights import SGLangWeights
+from paceline.engines.sglang_weights import FLUSHES, SGLangWeights
 from paceline.errors import WeightError
 from paceline.weights.base import Meeting, Parcel, TensorInfo
 
@@ -129,7 +129,7 @@ def test_prefixes_that_can_not_be_dropped_are_kept_apart(
         assert not caplog.records
         weights.keeps_running = False
         await weights.end(2)
-        assert server.paths.count("/flush_cache") == 1 + 20
+        assert server.paths.count("/flush_cache") == 1 + FLUSHES
         assert weights.salt == "version 2"
         assert "kept apart" in caplog.text
 
@@ -191,10 +191,9 @@ def test_a_refusal_names_policy_and_server() -> None:
 
 def test_weights_are_read_back() -> None:
     async def scenario(weights: SGLangWeights, server: StandIn) -> None:
-        server.weights = {"a.weight": [[1.0, 2.0], [3.0, 4.0]], "b.weight": [5.0]}
-        assert await weights.heads(["a.weight", "b.weight"], 2) == {
-            "a.weight": [1.0, 2.0, 3.0, 4.0], "b.weight": [5.0],
-        }  # fmt: skip
-        assert await weights.heads(["c.weight"], 2) is None
+        server.weights = {"a.weight": [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]}
+        assert await weights.read(TENSORS[0]) == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+        assert server.bodies("/get_weights_by_name")[0]["truncate_size"] == 2
+        assert await weights.read(TENSORS[1]) is None
 
     with_weights(scenario)

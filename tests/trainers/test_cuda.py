@@ -49,9 +49,12 @@ def _on_cpu(tensors):
         {"layout": "packed"},
         {"max_tokens_per_micro_batch": 40, "logprob_chunk_tokens": 16},
         {"activation_checkpointing": True},
+        {"compile": True, "max_tokens_per_micro_batch": 100},
+        {"compile": True, "layout": "packed", "activation_checkpointing": True},
     ],
     ids=str,
 )
+@pytest.mark.filterwarnings("ignore::UserWarning")  # the compiler has a lot to say
 def test_gradients_and_metrics_are_those_of_the_cpu(settings):
     """As far as the model's parts in float32 (norms, rotary embedding) agree."""
     rows = random_rows()

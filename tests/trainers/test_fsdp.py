@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from architectures import ARCHITECTURES, small_model
-from fsdp_hosts import hosts
 from fsdp_models import GivenModel, critic_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,8 +28,8 @@ from trainer_rows import (
 
 from paceline.algorithms import ALGORITHMS
 from paceline.algorithms.grpo import Grpo
-from paceline.cluster.group import Limits
 from paceline.cluster.local import LocalGroup
+from paceline.cluster.members import Limits
 from paceline.cluster.trainer import GroupTrainer, deal, trainer_spec
 from paceline.errors import TrainerError, WorkerError
 from paceline.trainers.base import FSDPTrainerConfig
@@ -50,12 +49,6 @@ SETTINGS = [
 
 IN_FLOAT32 = {"mixtral": 1e-5, "gemma2, capped logits": 1e-6, "cohere, scaled logits": 1e-6}
 """These compute some of their parts in float32, whatever the type of their weights."""
-
-
-@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)])
-def ranks(request, tmp_path_factory):
-    with hosts(request.param, tmp_path_factory.mktemp("logs")) as made:
-        yield made
 
 
 def _source(seed: int = 0, dtype: torch.dtype = torch.float64) -> GivenModel:

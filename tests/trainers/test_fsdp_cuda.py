@@ -42,6 +42,7 @@ SETTINGS = [
     {"activation_checkpointing": True, "max_tokens_per_micro_batch": 40},
     {"keep_gathered": True, "max_tokens_per_micro_batch": 40},
     {"cpu_offload": True, "max_tokens_per_micro_batch": 40},
+    {"compile": True, "max_tokens_per_micro_batch": 40},
 ]
 
 

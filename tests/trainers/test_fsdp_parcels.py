@@ -9,7 +9,6 @@ from contextlib import aclosing
 import pytest
 import torch
 from architectures import small_model
-from fsdp_hosts import hosts
 from fsdp_models import GivenModel
 from tiny import tiny_model
 from trainer_rows import VOCAB, assert_equal, random_rows, weights
@@ -22,12 +21,6 @@ from paceline.weights.buckets import num_bytes, views
 from paceline.weights.collective import broadcast, join, leave
 from paceline.weights.receive import receive_parcels
 from paceline.weights.tensors import checksums, named_tensors
-
-
-@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)])
-def ranks(request, tmp_path_factory):
-    with hosts(request.param, tmp_path_factory.mktemp("logs")) as made:
-        yield made
 
 
 def _trained(ranks):

@@ -33,12 +33,6 @@ from paceline.trainers.values import ValueModel, export_value_model, load_value_
 from paceline.types import Batch
 
 
-@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)])
-def ranks(request, tmp_path_factory):
-    with hosts(request.param, tmp_path_factory.mktemp("logs")) as made:
-        yield made
-
-
 def _source(seed: int = 0, dtype: torch.dtype = torch.float32) -> GivenModel:
     return GivenModel(tiny_model, {"seed": seed, "vocab": VOCAB, "dtype": dtype})
 
