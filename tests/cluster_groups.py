@@ -15,8 +15,8 @@ from typing import Any, Protocol
 from cluster_workers import open_files
 
 from paceline.cluster.base import WorkerSpec
-from paceline.cluster.members import Limits
 from paceline.cluster.local import LocalGroup
+from paceline.cluster.members import Limits
 from paceline.cluster.objects import Kept, keep_here
 from paceline.cluster.placement import Need
 from paceline.cluster.ray import RayCluster, connected

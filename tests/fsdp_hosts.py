@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from paceline.cluster.addresses import free_port
 from paceline.cluster.base import Rank, WorkerSpec
 from paceline.cluster.local import LocalGroup
 from paceline.cluster.members import Limits
 from paceline.cluster.trainer import GroupTrainer
+from paceline.network import free_port
 from paceline.trainers.base import FSDPTrainerConfig
 from paceline.trainers.fsdp import FSDPRank
 from paceline.trainers.fsdp_shards import whole

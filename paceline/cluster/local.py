@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cluster import wire
-from paceline.cluster.addresses import LOOPBACK, free_port
 from paceline.cluster.base import Rank, WorkerSpec
 from paceline.cluster.group import Group
 from paceline.cluster.members import Limits, LostWorkerError, read_answer
@@ -23,6 +22,7 @@ from paceline.cluster.process import ChildProcess
 from paceline.cluster.worker import CLOSE, Answer, Start
 from paceline.deadline import stop
 from paceline.errors import WorkerError
+from paceline.network import LOOPBACK, free_port
 
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 ENDING_TIMEOUT_S = 1.0

@@ -40,7 +40,7 @@ class Kept:
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        sent = _sent.get()
+        sent = _sent.get(None)
         if sent is None:
             raise TypeError("a kept value can only be sent as an argument of a worker's call")
         with self._lock:  # ends: nobody waits while holding it
@@ -123,4 +123,4 @@ def _open(path: bytes | None, parts: Any) -> Any:
 
 
 def _take(index: int) -> Any:
-    return wire.decode(_received.get()[index])
+    return wire.decode(_received.get(())[index])

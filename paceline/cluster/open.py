@@ -8,7 +8,6 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
-from paceline.cluster.addresses import LOOPBACK
 from paceline.cluster.base import Cluster, WorkerSpec
 from paceline.cluster.local import LocalGroup, visible_gpu
 from paceline.cluster.members import Limits
@@ -17,6 +16,7 @@ from paceline.cluster.placement import LOCAL_NODE, Device, Need, Node, place
 from paceline.cluster.ray import RayCluster
 from paceline.cluster.settings import ClusterConfig
 from paceline.engines.server import Launcher, LocalLauncher
+from paceline.network import LOOPBACK
 
 
 async def open_cluster(config: ClusterConfig, needs: Sequence[Need], folder: Path) -> Cluster:

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from paceline.cluster import wire
-from paceline.cluster.addresses import free_port
 from paceline.cluster.objects import receiving
 from paceline.cluster.process import tail_of
 from paceline.cluster.worker import Worker, prepare_process, quit_process
 from paceline.engines.server import LocalLauncher, Server, ServerCommand
+from paceline.network import free_port
 
 GUARD = 'read -r _; kill -s KILL -- "-$1"'
 

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from paceline.cluster.addresses import is_loopback
 from paceline.cluster.placement import Device
 from paceline.cluster.ray_group import NodeHandle, load_ray, result_of
 from paceline.engines.server import Server, ServerCommand
 from paceline.errors import ConfigError, EngineError
+from paceline.network import is_loopback
 
 NODE_CALL_TIMEOUT_S = 60.0
 WILDCARDS = ("0.0.0.0", "::")

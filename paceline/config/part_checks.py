@@ -8,18 +8,7 @@ from paceline.config.blocks import RunFile
 from paceline.config.checks import Check, Situation, reads
 from paceline.config.problems import Problem
 from paceline.engines.base import EmbeddedEngineConfig, ServedEngineConfig
-from paceline.trainers.base import FSDPTrainerConfig, SingleTrainerConfig
-
-
-@reads("trainer")
-def ranks_make_whole_replicas(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
-    trainer = run_file.trainer
-    if isinstance(trainer, FSDPTrainerConfig) and trainer.ranks % trainer.replicas:
-        yield Problem(
-            ("trainer", "replicas"),
-            f"{trainer.ranks} ranks can not hold {trainer.replicas} equal copies of the model: "
-            "make trainer.ranks a multiple of it",
-        )
+from paceline.trainers.base import SingleTrainerConfig
 
 
 @reads("trainer.kind", "engine.kind", "engine.weights")
@@ -109,7 +98,6 @@ def needs_it_all_in_one_process(run_file: RunFile, situation: Situation) -> Iter
 
 
 PART_CHECKS: tuple[Check, ...] = (
-    ranks_make_whole_replicas,
     weights_can_travel,
     copies_may_be_rounded,
     attached_servers_are_as_they_are,

@@ -19,9 +19,11 @@ import time
 
 GRACE_S = 3.0
 """Seconds between SIGTERM and SIGKILL."""
+TRACKER_S = 1.0
+"""Seconds that a tracker of resources may take to clean up."""
 LOOK_S = 0.5
 """How often the parent and the command are looked at."""
-OWN_MEMORY = ("sem.mp-", "sglang_")
+OWN_MEMORY = ("sglang_",)
 """What names of it begin with; what others made and the command only uses has other names."""
 SET_DEATH_SIGNAL, SET_SUBREAPER = 1, 36
 """Of prctl(2)."""
@@ -83,35 +85,55 @@ def _end_processes(child: subprocess.Popen[bytes]) -> None:
     if child.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGTERM)
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(timeout=GRACE_S)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait(timeout=GRACE_S)
+    for pid in _descendants():
+        if not _is_tracker(pid):
+            _kill(pid)
+    child.wait(timeout=GRACE_S)
     # Orphans come to the keeper as their subreaper, also those with a process group of their own.
-    until = time.monotonic() + GRACE_S
-    while time.monotonic() < until and (left := _children()):
+    start = time.monotonic()
+    while (left := _children()) and time.monotonic() < start + GRACE_S:
         for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            if time.monotonic() > start + TRACKER_S or not _is_tracker(pid):
+                _kill(pid)
             with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)  # ends: it was killed just now
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.01)
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _is_tracker(pid: int) -> bool:
+    """One that Python starts beside a program, to take its semaphores away when it has ended."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return b"resource_tracker" in file.read()
+    except OSError:
+        return False
 
 
 def _shared_memory() -> set[str]:
     """Shared memory that the command made for itself, and would take away if it were not killed."""
     found: set[str] = set()
-    pids = _children()
-    while pids:
-        pid = pids.pop()
-        pids += _children(pid)
+    for pid in _descendants():
         with (
             contextlib.suppress(OSError),
             open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as maps,
         ):
             paths = {line.rstrip().partition("/dev/shm/")[2] for line in maps}
             found |= {f"/dev/shm/{path}" for path in paths if path.startswith(OWN_MEMORY)}
+    return found
+
+
+def _descendants() -> list[int]:
+    found, new = [], _children()
+    while new:
+        found += new
+        new = [grandchild for pid in new for grandchild in _children(pid)]
     return found
 
 

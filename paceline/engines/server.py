@@ -10,7 +10,6 @@ import asyncio
 import logging
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from typing import Protocol
 
 from paceline.engines.http import LostServerError
 from paceline.errors import EngineError
+from paceline.network import free_port
 
 logger = logging.getLogger(__name__)
 
@@ -215,13 +215,6 @@ def last_words(output: str) -> str:
     if failures:
         return f"{failures[-1][:1000]}\nIts last lines:\n{told}"
     return f"its last lines:\n{told}" if told else "it wrote nothing"
-
-
-def free_port(host: str) -> int:
-    """A port that nobody listens on now."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 def _reachable(host: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import secrets
 from pathlib import Path
@@ -23,6 +22,7 @@ from paceline.engines.sglang import Served, SGLangReplica
 from paceline.engines.sglang_launch import resolved, sglang_command
 from paceline.errors import ConfigError, EngineError
 from paceline.models import ModelConfig, eos_token_ids
+from paceline.network import is_loopback
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,7 +58,7 @@ async def open_sglang(
     can not have.
     """
     device = _device(config)
-    api_key = None if config.urls or _is_loopback(config.host) else secrets.token_urlsafe(32)
+    api_key = None if config.urls or is_loopback(config.host) else secrets.token_urlsafe(32)
     client = JsonClient({"Authorization": f"Bearer {api_key}"} if api_key else None)
     served = _served(config, model, tokenizer, policy, device=device, moves_memory=moves_memory)
     launcher = launch or LocalLauncher(folder)
@@ -277,10 +277,3 @@ def _device(config: SGLangEngineConfig) -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

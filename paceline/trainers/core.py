@@ -242,8 +242,7 @@ class TrainerCore:
 
     def _micro_batches(self, rows: Sequence[Row], forward: Forward) -> Iterator[MicroBatch]:
         """As many as the process with most of them has: fillers, which have no rows, at the end."""
-        if self.where == "host" and self._device.type != "cpu":
-            raise TrainerError('the trainer is on the host: call place("device") first')
+        self.refuse_on_host()
         plan = plan_rows(rows, forward, self._config.max_tokens_per_micro_batch)
         num_fillers = self._peers.most(len(plan)) - len(plan)
         for micro in make_micro_batches(rows, plan, forward.layout, self._device):
@@ -252,6 +251,11 @@ class TrainerCore:
         for _ in range(num_fillers):
             self._check()
             yield filler(forward.layout, self._device)
+
+    def refuse_on_host(self) -> None:
+        """Raise TrainerError if the weights are not where they can be worked with."""
+        if self.where == "host" and self._device.type != "cpu":
+            raise TrainerError('the trainer is on the host: call place("device") first')
 
     def _autocast(self) -> AbstractContextManager[object]:
         if self._config.autocast == "off":

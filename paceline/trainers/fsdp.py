@@ -97,10 +97,12 @@ class FSDPRank:
         """What the head says of this rank's rows."""
         if head not in self._core.forwards:
             return self._core.score_rows([], head)  # raises, as it does on every rank
+        self._core.refuse_on_host()
         return self._work(lambda: self._core.score_rows(rows, head))
 
     def forward_backward(self, batch: Batch) -> Metrics:
         """Add the gradients of this rank's rows to those of all; the metrics of these rows."""
+        self._core.refuse_on_host()
         return self._work(lambda: self._core.add_gradients(batch))
 
     def optim_step(self) -> StepReport:

@@ -37,14 +37,18 @@ class Bucket:
 
 
 def buckets(
-    tensors: Iterable[tuple[str, Tensor]], max_bytes: int, buffer: Buffer | None = None
+    tensors: Iterable[tuple[str, Tensor]],
+    max_bytes: int,
+    buffer: Buffer | None = None,
+    reserve: Callable[[int], None] | None = None,
 ) -> Iterator[Bucket]:
     """Copy the tensors, in order, into buckets of at most `max_bytes`.
 
     A tensor that is larger gets a bucket of its own. Each tensor is copied before the next one is
     asked for; only the one that starts a bucket waits until the bucket before it is done with.
     buffer: gives the memory of each bucket, which may be the same each time; default: one buffer
-    on the tensors' device, grown when a tensor needs more.
+    on the tensors' device, grown when a tensor needs more. reserve: called before each copy with
+    the end of what will be in use of the buffer.
     """
     buffer = buffer or OneBuffer()
     flat = torch.empty(0, dtype=torch.uint8)
@@ -56,7 +60,10 @@ def buckets(
             yield Bucket(flat[:used], tuple(infos))
             infos, used, end = [], 0, tensor.nbytes
         if not infos:
+            flat = flat[:0].clone()  # lets go of the former buffer before the next one comes
             flat = buffer(max(tensor.nbytes, max_bytes), tensor.device)
+        if reserve is not None:
+            reserve(end)
         place = flat[used:end].view(tensor.dtype).view(tensor.shape)
         place.copy_(tensor.detach())
         infos.append(describe(name, tensor))

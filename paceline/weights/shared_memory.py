@@ -43,7 +43,7 @@ class Segment:
     """Flat bytes that other processes of this machine can map."""
 
     def __init__(self, size: int) -> None:
-        """Raises WeightError if there is not so much shared memory."""
+        """size: of which memory is taken as far as `reserve` is called for."""
         self.manager = _manager.path()
         self.name = f"{PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
         self.size = size
@@ -55,18 +55,33 @@ class Segment:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        self._close = weakref.finalize(self, _remove, path, self._remover)
+        self._handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        self._close = weakref.finalize(self, _remove, path, self._handle, self._remover)
+        self._reserved = 0
+        os.truncate(self._handle, HEADER + size)
+        self.reserve(0)
+        memory = mmap.mmap(self._handle, HEADER + size)
+        memory[:4] = NEVER_LAST.to_bytes(4, "little")
+        self.tensor = torch.frombuffer(memory, dtype=torch.uint8, offset=HEADER, count=size)
+
+    def reserve(self, end: int) -> None:
+        """Before bytes up to `end` are written: a first write into a full disk ends the process.
+
+        Raises WeightError if there is not so much shared memory.
+        """
+        missing = HEADER + end - self._reserved
+        if missing <= 0:
+            return
         try:
-            memory = _mapped(path, HEADER + size)
+            os.posix_fallocate(self._handle, self._reserved, missing)
         except OSError as error:
             self.close()
             raise WeightError(
-                f"{(HEADER + size) / 2**20:.0f} MiB of shared memory can not be had in {ROOT}: "
+                f"{(HEADER + end) / 2**20:.0f} MiB of shared memory can not be had in {ROOT}: "
                 f"{error}; lower engine.bucket_mb, or give the machine more (of a container: "
                 "--shm-size)"
             ) from error
-        memory[:4] = NEVER_LAST.to_bytes(4, "little")
-        self.tensor = torch.frombuffer(memory, dtype=torch.uint8, offset=HEADER, count=size)
+        self._reserved += missing
 
     def owns(self, storage: torch.UntypedStorage) -> bool:
         """True if these are the segment's own bytes."""
@@ -77,16 +92,8 @@ class Segment:
         self._close()
 
 
-def _mapped(path: Path, size: int) -> mmap.mmap:
-    handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    try:
-        os.posix_fallocate(handle, 0, size)  # or the first write into a full disk ends the process
-        return mmap.mmap(handle, size)
-    finally:
-        os.close(handle)
-
-
-def _remove(path: Path, remover: subprocess.Popen[bytes]) -> None:
+def _remove(path: Path, handle: int, remover: subprocess.Popen[bytes]) -> None:
+    os.close(handle)
     path.unlink(missing_ok=True)
     assert remover.stdin is not None
     with contextlib.suppress(OSError):

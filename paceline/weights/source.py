@@ -16,7 +16,7 @@ import torch
 
 from paceline.errors import WeightError
 from paceline.weights.base import Meeting, Parcel, Transport, WeightPlan
-from paceline.weights.buckets import Bucket, OneBuffer, buckets, describe
+from paceline.weights.buckets import Bucket, Buffer, OneBuffer, buckets, describe
 from paceline.weights.collective import Group, Listener, broadcast, join, leave
 from paceline.weights.disk import WeightFolder, WriteConfig
 from paceline.weights.handles import pack
@@ -170,7 +170,7 @@ class Outbox:
             self._folder = None
 
     def _by_handles(self, bucket_bytes: int) -> Iterator[Parcel]:
-        for bucket in self._buckets(bucket_bytes, self._shared):
+        for bucket in self._buckets(bucket_bytes, self._shared, self._reserve):
             handles: tuple[str, ...] = ()
             if bucket.flat.is_cuda:
                 torch.cuda.current_stream(bucket.flat.device).synchronize()
@@ -185,9 +185,12 @@ class Outbox:
             yield Parcel(bucket.tensors)
 
     def _buckets(
-        self, bucket_bytes: int, buffer: Callable[[int, torch.device], Tensor]
+        self,
+        bucket_bytes: int,
+        buffer: Buffer,
+        reserve: Callable[[int], None] | None = None,
     ) -> Iterator[Bucket]:
-        for bucket in buckets(self._cast(), bucket_bytes, buffer):
+        for bucket in buckets(self._cast(), bucket_bytes, buffer, reserve):
             self._bucket = bucket
             yield bucket
             self._bucket = None
@@ -205,6 +208,10 @@ class Outbox:
                 self._segment.close()
             self._segment = Segment(size)
         return self._segment.tensor
+
+    def _reserve(self, end: int) -> None:
+        if self._segment is not None:
+            self._segment.reserve(end)
 
     def _by_disk(self, version: int, folder: Path) -> Iterator[Parcel]:
         if not self._is_sender:

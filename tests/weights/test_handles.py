@@ -78,10 +78,22 @@ def test_memory_that_is_not_shared_is_not_handed_over(segment: Segment) -> None:
 
 
 def test_more_than_the_machine_has_is_said_before_anything_is_written() -> None:
-    before = set(ROOT.iterdir())
+    segment = Segment(1 << 45)
+    path = ROOT / segment.name
+    segment.reserve(1 << 12)
     with pytest.raises(WeightError, match=r"MiB of shared memory can not be had .*bucket_mb"):
-        Segment(1 << 50)
-    assert not {path for path in set(ROOT.iterdir()) - before if path.name.startswith("paceline-")}
+        segment.reserve(1 << 45)
+    assert not path.exists()
+
+
+def test_memory_is_taken_as_it_is_needed() -> None:
+    segment = Segment(1 << 30)
+    taken = (ROOT / segment.name).stat
+    assert taken().st_blocks * 512 < 1 << 20
+    for tensors in ([("a", torch.ones(1 << 10))], [("b", torch.ones(1 << 20))]):
+        list(buckets(tensors, 1 << 30, lambda size, device: segment.tensor, segment.reserve))
+    assert 4 << 20 <= taken().st_blocks * 512 < 8 << 20
+    segment.close()
 
 
 def test_without_torch_s_helper_another_transport_is_named(
