@@ -136,6 +136,8 @@ class RayCluster:
                 f"GPUs requested {sum(gpus.values())}, available now {free:g}: other jobs of the "
                 f"cluster have the rest. Wait for them, or ask for fewer"
             ) from None
+        where = ", ".join(f"{node.address} ({gpus[node.name]} GPUs)" for node in nodes)
+        logger.info("places in the Ray cluster: %s", where)
         for index, node in enumerate(nodes):
             self.nodes[node.name] = await self._take_node(index, node, gpus[node.name])
 

@@ -98,7 +98,7 @@ def _end_processes(child: subprocess.Popen[bytes]) -> None:
             if time.monotonic() > start + TRACKER_S or not _is_tracker(pid):
                 _kill(pid)
             with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
+                os.waitpid(pid, os.WNOHANG)  # ends: at once
         time.sleep(0.01)
 
 
