@@ -1,7 +1,8 @@
 """The embedded engine and the trainer on one GPU, against bare ceilings of the same machine.
 
     python benchmarks/on_gpu.py engine [--shape smollm2|1.5b] [--generate]
-    python benchmarks/on_gpu.py trainer [--shape smollm2|1.5b]
+    python benchmarks/on_gpu.py trainer [--shape smollm2|1.5b] [--set compile=true ...]
+    python benchmarks/on_gpu.py step [--shape smollm2] [--set compile=true ...]
 
 `engine`: 64 prompts of 50 tokens, 8 answers each, 128 tokens an answer (and, as `uneven`, 16 to
 128): tokens a second with and without captured graphs, milliseconds of a decode step, and the
@@ -11,6 +12,9 @@ share of the memory bandwidth that reading the weights and the keys and values o
 `trainer`: one optimizer step of GRPO on rows of 4,096 tokens (SmolLM2: 8,192 positions): model
 FLOPs utilisation with 6 x parameters + 6 x layers x hidden x length FLOPs a token (causal
 attention), against the bfloat16 matmul rate that the machine itself shows.
+
+`step`: a whole step of 64 prompts x 8 answers of 16 to 128 tokens, the trainer in float32 with
+bfloat16 autocast, the engine with a bfloat16 copy: publish, sample, learn.
 
 Weights are random. Prints one JSON object a line.
 """
@@ -22,7 +26,7 @@ import asyncio
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -35,6 +39,8 @@ from paceline.engines.embedded import EmbeddedEngine
 from paceline.trainers.base import SingleTrainerConfig
 from paceline.trainers.single import SingleTrainer
 from paceline.types import Batch, Row, derive_seed
+from paceline.weights.base import WeightPlan
+from paceline.weights.publish import publish
 
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"hidden": 64, "inner": 128, "layers": 2, "heads": 4, "kv": 2, "vocab": 512},
@@ -227,18 +233,89 @@ async def measure_trainer(shape: str, device: str, settings: dict[str, Any]) -> 
     await trainer.aclose()
 
 
+def make_rows(requests: list[Request], answers: list[Any]) -> list[Row]:
+    total = sum(len(answer.tokens) for answer in answers)
+    rows = []
+    for index, (request, answer) in enumerate(zip(requests, answers, strict=True)):
+        tokens = np.array([*request.tokens, *answer.tokens])
+        mask = np.arange(len(tokens)) >= len(request.tokens)
+        column = np.zeros(len(tokens), np.float32)
+        column[mask] = answer.logprobs
+        rows.append(
+            Row(
+                tokens_T=tokens,
+                mask_T=mask,
+                weights_T=np.where(mask, 1.0 / total, 0.0).astype(np.float32),
+                advantages_T=np.where(mask, 1.0 - 2.0 * (index % 2), 0.0).astype(np.float32),
+                behaviour_logprobs_T=column,
+                episode=(f"p{index // NUM_ANSWERS}", index % NUM_ANSWERS),
+            )
+        )
+    return rows
+
+
+async def measure_step(shape: str, device: str, settings: dict[str, Any], turns: int = 8) -> None:
+    model = make_model(shape, torch.float32, device)
+    config = EmbeddedEngineConfig(
+        max_batch=512, max_context=256, weights="copy",
+        dtype="bfloat16" if device == "cuda" else "model",
+    )  # fmt: skip
+    engine = EmbeddedEngine(config, model, None, policy="p", eos_token_ids=frozenset({1}))
+    budget = {"max_tokens_per_micro_batch": 32768, "logprob_chunk_tokens": 8192}
+    trainer = SingleTrainer(
+        SingleTrainerConfig(lr=1e-6, autocast="bfloat16", device=device, **{**budget, **settings}),
+        model, None, ALGORITHMS["grpo"](), horizon=100,
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    vocab = SHAPES[shape]["vocab"]
+    prompts = [rng.integers(2, vocab, PROMPT).tolist() for _ in range(NUM_PROMPTS)]
+    for turn in range(turns):
+        times = [time.perf_counter()]
+
+        def mark(times: list[float] = times) -> None:
+            synchronize()
+            times.append(time.perf_counter())
+
+        await publish(trainer, {"engine": engine}, WeightPlan("p", turn, "copy"))
+        mark()
+        requests = list(uneven_requests(prompts, turn))
+        answers = await asyncio.gather(*(engine.generate(request) for request in requests))
+        mark()
+        rows = make_rows(requests, answers)
+        await trainer.forward_backward(Batch("p", rows))
+        await trainer.optim_step()
+        mark()
+        parts = dict(zip(("publish_s", "sample_s", "learn_s"), np.diff(times), strict=True))
+        memory = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
+        tokens = sum(len(answer.tokens) for answer in answers)
+        tell(what="step", shape=shape, settings=settings, turn=turn, tokens=tokens,
+             step_s=times[-1] - times[0], peak_gib=memory, **parts)  # fmt: skip
+    await engine.aclose()
+    await trainer.aclose()
+
+
+def uneven_requests(prompts: list[list[int]], turn: int) -> Iterator[Request]:
+    for index, length in enumerate(limits(uneven=True)):
+        prompt, answer = divmod(index, NUM_ANSWERS)
+        sampling = Sampling(max_tokens=length, ignore_eos=True)
+        seed = derive_seed(turn, prompt, answer)
+        yield Request(prompts[prompt], sampling, seed, group=str(prompt))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=["engine", "trainer"])
+    parser.add_argument("part", choices=["engine", "trainer", "step"])
     parser.add_argument("--shape", choices=list(SHAPES), default="smollm2")
     parser.add_argument("--generate", action="store_true")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="of [trainer]")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    settings = {k: json.loads(v) for k, _, v in (item.partition("=") for item in options.set)}
     if options.part == "engine":
         asyncio.run(measure_engine(options.shape, device, options.generate))
+    elif options.part == "step":
+        asyncio.run(measure_step(options.shape, device, settings))
     else:
-        settings = {k: json.loads(v) for k, _, v in (item.partition("=") for item in options.set)}
         asyncio.run(measure_trainer(options.shape, device, settings))
 
 

@@ -30,6 +30,12 @@ class CheckpointConfig(Config):
     """Save after each so many steps, after the last one and, with `run.num_epochs`, at each epoch's
     end. `never`: not even after the last; `save_request_file` still works. What is lost when a run
     is killed is the work since the last save."""
+    background: bool = True
+    """Let the run go on while a checkpoint is written, hashed and brought to the disk; a step then
+    stops for a copy of weights and moments in host memory alone, which is kept until they are
+    written. One at a time: the next save, and the end of the run, wait for it. An error of it ends
+    the run at the next step's end. `false`: a step stops until the checkpoint is durable, without a
+    copy; for hosts that have no memory left for one. Results are the same bits."""
     keep_last: Annotated[int, Field(ge=1)] = 2
     """How many of the newest checkpoints stay on disk. Two, so that a damaged one has a
     predecessor."""

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from paceline.errors import ConfigError
+from paceline.errors import CheckpointError, ConfigError
 from paceline.types import Config
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ def _load(config: ModelConfig, seed: int, key: str) -> tuple[Any, list[str]]:
     """The model, and the names of tensors that its files lack."""
     source = _locate(config.path, key=f"{key}.path", needs="config.json")
     try:
-        with _without_progress_bars():
+        with _progress_bars.off():
             return _create(config, source, seed)
     except Exception as error:  # whatever the files hold; transformers raises many kinds
         trust = config.trust_remote_code
@@ -219,7 +220,7 @@ def export_model(
     try:
         if generation is not None:
             model.generation_config = _valid_generation_config(generation)
-        with _without_progress_bars():
+        with _progress_bars.off():
             model.save_pretrained(path, state_dict=None if tensors is None else dict(tensors))
     finally:
         if generation is not None:
@@ -275,7 +276,7 @@ def restore_model(like: PreTrainedModel, path: Path) -> PreTrainedModel:
 
     Raises ValueError if tensors are missing, and what transformers raises for other damage.
     """
-    with _without_progress_bars():
+    with _progress_bars.off():
         model, report = type(like).from_pretrained(path, dtype=like.dtype, output_loading_info=True)
     if missing := sorted(report["missing_keys"]):
         raise ValueError(f"{len(missing)} tensors are missing: {', '.join(missing[:5])}")
@@ -284,17 +285,49 @@ def restore_model(like: PreTrainedModel, path: Path) -> PreTrainedModel:
 
 
 @contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    """Those of transformers would break the live display of a run."""
-    from transformers.utils import logging as transformers_logging
+def writable(path: Path) -> Iterator[None]:
+    """A file that can not be written within it is a CheckpointError.
 
-    were_on = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
+    Libraries have errors of their own for a full disk, or for a limit on the size of files.
+    """
+    from safetensors import SafetensorError
+
     try:
         yield
-    finally:
-        if were_on:
-            transformers_logging.enable_progress_bar()
+    except Exception as error:
+        if isinstance(error, OSError | SafetensorError) or "(os error " in str(error):
+            raise CheckpointError(f"{path} can not be written: {error}") from error
+        raise
+
+
+class _ProgressBars:
+    """Those of transformers, of which there is one switch for all threads."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._num_off = 0
+        self._were_on = False
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """They would break the live display of a run. On again after the last one who wants it."""
+        from transformers.utils import logging as transformers_logging
+
+        with self._guard:
+            if self._num_off == 0:
+                self._were_on = transformers_logging.is_progress_bar_enabled()
+                transformers_logging.disable_progress_bar()
+            self._num_off += 1
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._num_off -= 1
+                if self._num_off == 0 and self._were_on:
+                    transformers_logging.enable_progress_bar()
+
+
+_progress_bars = _ProgressBars()
 
 
 def _locate(named: str, *, key: str, needs: str | None) -> str:

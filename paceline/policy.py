@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from paceline.algorithms.base import Algorithm, Baselines, Credit
@@ -20,8 +21,9 @@ from paceline.teachers.base import Teacher
 from paceline.trainers.base import AREAS, Head, Place, Trainer
 from paceline.types import Batch, Group, Row
 from paceline.weights.base import BUCKET_BYTES, PauseMode, Transport, WeightPlan
-from paceline.weights.check import WeightCheck, check_weights
+from paceline.weights.check import check_weights, reset_weights
 from paceline.weights.publish import publish
+from paceline.weights.settings import EXACT, WeightCheckConfig
 
 
 @dataclass(slots=True)
@@ -36,8 +38,8 @@ class Policy:
     updates_per_step: int = 1
     epochs_per_step: int = 1
     pause: PauseMode = "finish"
-    check: WeightCheck = "never"
-    """After which publishes the engine's weights are compared with the trainer's."""
+    check: WeightCheckConfig = EXACT
+    """How and after which publishes the engine's weights are compared with the trainer's."""
     version: int = -1
     critic: Trainer | None = None
     """Learns what the algorithm's `critic` says; there if the algorithm has one."""
@@ -168,12 +170,14 @@ class Policy:
             dtype=self.weight_dtype,
         )
         is_first = self.version < 0
-        is_checked = self.check == "always" or (self.check == "first" and is_first)
+        check = self.check
+        is_checked = check.when == "always" or (check.when == "first" and is_first)
         sent = await publish(
             self.trainer,
             {"engine": self.engine},
             plan,
             pause=self.pause,
-            verify=check_weights if is_checked else None,
+            reset=partial(reset_weights, check=check) if is_checked and check.reset else None,
+            verify=partial(check_weights, check=check) if is_checked else None,
         )
         self.version = sent.version

@@ -17,7 +17,7 @@ import numpy as np
 from paceline.engines.base import Completion, Part, Request
 from paceline.errors import EngineError
 from paceline.observe.metrics import Metrics
-from paceline.trainers.base import AREAS, Head, Place
+from paceline.trainers.base import AREAS, Head, Later, Place
 from paceline.types import Batch, JsonValue, Row, StepReport
 from paceline.weights.base import PauseMode, WeightPlan
 
@@ -185,12 +185,18 @@ class FakeTrainer:
         self.calls.append(f"send {plan.version}")
         return plan
 
-    async def save(self, path: Path) -> None:
+    async def save(self, path: Path, later: Later | None = None) -> None:
         self.calls.append("save")
-        path.mkdir(parents=True, exist_ok=True)
-        (path / "trainer.json").write_text(
-            json.dumps({"version": self._version, "weight": self.weight})
-        )
+        text = json.dumps({"version": self._version, "weight": self.weight})
+
+        async def write() -> None:
+            path.mkdir(parents=True, exist_ok=True)
+            (path / "trainer.json").write_text(text)
+
+        if later is None:
+            await write()
+        else:
+            later(write)
 
     async def load(self, path: Path) -> None:
         self.calls.append("load")

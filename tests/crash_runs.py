@@ -1,12 +1,14 @@
 """Kills a small run at its n-th event, resumes it, and prints what both left. Run by test_crash.
 
     python crash_runs.py FOLDER FIRST LAST STRIDE [--ppo | --distill | --two | --three] [--second]
+        [--foreground | --slow-disk]
 
 An event is the begin or end of a phase, or an operation on files. Every run is a forked child, so
 that the libraries are loaded once. `--ppo` trains with a critic, which warms up over two steps,
 `--distill` from a loaded teacher. `--two` trains a solver and a verifier in joint episodes,
 `--three` one more with prompts of its own; both in the deterministic mode. `--second` kills the
-resumed run once more, at the same event.
+resumed run once more, at the same event. Saves go on in the background, unless `--foreground` is
+given; with `--slow-disk` each lasts over several phases of the run.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import os
 import shutil
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -110,22 +114,27 @@ async def play(prompt, actors):
 
 
 class Events:
-    """Counts events and kills this process at one of them."""
+    """Counts events and kills this process at one of them. They come from several threads."""
 
     def __init__(self, kill_at: int) -> None:
         self.kill_at = kill_at
         self.count = 0
         self.names: list[str] = []
+        self._guard = threading.Lock()
 
     def happen(self, name: str) -> None:
-        self.count += 1
-        self.names.append(name)
-        if self.count == self.kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
+        with self._guard:
+            self.count += 1
+            self.names.append(name)
+            if self.count == self.kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
-def watch(events: Events) -> None:
-    """Report every file operation and phase of this process to `events`."""
+def watch(events: Events, sync_s: float = 0.0) -> None:
+    """Report every file operation and phase of this process to `events`.
+
+    sync_s: seconds that the disk takes, in the background, for a file.
+    """
     for name in ("make_folder", "write", "append", "sync", "rename", "remove", "remove_tree"):
         real = getattr(Files, name)
 
@@ -136,6 +145,8 @@ def watch(events: Events) -> None:
                 with open(path, "ab" if _name == "append" else "wb") as file:
                     file.write(data[: len(data) // 2])
             events.happen(_name)
+            if _name == "sync" and threading.current_thread() is not threading.main_thread():
+                time.sleep(sync_s)
             return _real(self, *a, **k)
 
         setattr(Files, name, watched)
@@ -182,6 +193,13 @@ def prepare(folder: Path) -> None:
 
 def run_file_text(options: Sequence[str]) -> str:
     """What the options ask for; `{name}` and `{folder}` are still to be filled in."""
+    text = _blocks(options)
+    if "--foreground" in options:
+        text = text.replace("[checkpoint]\n", "[checkpoint]\nbackground = false\n")
+    return text
+
+
+def _blocks(options: Sequence[str]) -> str:
     if "--two" in options or "--three" in options:
         text = RUN_FILE.replace("seed = 5\n", "seed = 5\ndeterministic = true\n")
         text = text.replace('[reward]\nkind = "regex"\npattern = "[0-4]"\n', "")
@@ -197,7 +215,7 @@ def run(folder: Path, name: str, events_file: Path, kill_at: int = 0) -> int:
     def work() -> None:
         torch.set_num_threads(1)
         events = Events(kill_at)
-        watch(events)
+        watch(events, sync_s=0.01 if "--slow-disk" in sys.argv else 0.0)
         file = folder / f"{name}.toml"
         file.write_text(text.format(name=name, folder=folder))
         train(load_run_file(file, []))

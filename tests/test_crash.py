@@ -3,8 +3,9 @@
 The run crosses epoch boundaries (6 prompts, 4 a step, 3 epochs), saves every second step, keeps
 the best checkpoint and evaluates; with PPO a critic learns alone for two steps, then with the
 policy. With several policies they learn from joint episodes, one of three from its own, in the
-deterministic mode. Compared are weights, moments, metrics, every sample, the data cursor, buffers
-and the best score, bit for bit; see crash_runs.py.
+deterministic mode. Checkpoints are written in the background, while the run goes on, or not, by
+`checkpoint.background`: that changes no bit. Compared are weights, moments, metrics, every sample,
+the data cursor, buffers and the best score, bit for bit; see crash_runs.py.
 """
 
 from __future__ import annotations
@@ -52,6 +53,16 @@ def test_killed_at_some_events(tmp_path: Path, options: tuple[str, ...]) -> None
     models = [name for name in first["expected"]["hashes"] if name.endswith("model.safetensors")]
     assert len(models) == (2 if options else 1)
     check(lines, 1)
+
+
+@pytest.mark.timeout(300)
+def test_killed_at_some_events_while_a_slow_disk_writes(tmp_path: Path) -> None:
+    """A save lasts until the next one is due, so that every kill finds one under way."""
+    first, lines = crash(tmp_path / "slow", "11", "9999", "53", "--slow-disk")
+    check(lines, 1)
+    stopped, lines = crash(tmp_path / "stopped", "5", "9999", "97", "--foreground")
+    check(lines, 1)
+    assert stopped["expected"] == first["expected"]
 
 
 @pytest.mark.timeout(300)
@@ -108,3 +119,12 @@ def test_killed_at_every_third_event_with_a_critic(tmp_path: Path) -> None:
 def test_killed_twice(tmp_path: Path, options: tuple[str, ...]) -> None:
     _, lines = crash(tmp_path, "2", "9999", "17", "--second", *options)
     check(lines, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1600)
+@pytest.mark.parametrize("option", ["--slow-disk", "--foreground"])
+def test_killed_at_many_events_of_either_way_to_save(tmp_path: Path, option: str) -> None:
+    _, lines = crash(tmp_path, "1", "9999", "5", option)
+    assert len(lines) > 20
+    check(lines, 1)

@@ -6,6 +6,7 @@ It holds tensors by name. It knows nothing of Paceline but what it is told to ch
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -28,7 +29,11 @@ class ReceiverProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS.parent}:{TESTS}"},
+            env=os.environ
+            | {
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": os.pathsep.join([str(TESTS.parent), *sys.path]),
+            },
         )
 
     def tell(self, do: str, **arguments: Any) -> None:
@@ -90,6 +95,37 @@ class FarEnd:
         else:
             self.seen = named
         return len(named)
+
+    def unpacked(self, text: str) -> int:
+        """As this package reads handles: of GPU memory, too."""
+        from paceline.weights.handles import unpack
+
+        named = unpack(text)
+        self.held |= {name: tensor.cpu() for name, tensor in named}
+        return len(named)
+
+    def join_nccl(self, address: str, port: int, rank: int, size: int, name: str) -> None:
+        import torch
+
+        from paceline.weights.base import Meeting
+        from paceline.weights.collective import join
+
+        meeting = Meeting(name, address, port, size, "nccl")
+        self.group = join(meeting, rank, 60, device=torch.device("cuda", rank))
+
+    def receive_nccl(self, names: list[str], dtypes: list[str], shapes: list[list[int]]) -> None:
+        import torch
+
+        from paceline.weights.base import TensorInfo
+        from paceline.weights.buckets import num_bytes, views
+        from paceline.weights.collective import broadcast
+
+        parts = zip(names, dtypes, shapes, strict=True)
+        infos = [TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape in parts]
+        size = sum(map(num_bytes, infos))
+        flat = torch.empty(size, dtype=torch.uint8, device=self.group.device)
+        broadcast(self.group, flat, 60)
+        self.held |= {name: tensor.cpu() for name, tensor in views(flat, infos)}
 
     def let_go(self) -> None:
         self.seen = []

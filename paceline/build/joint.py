@@ -26,6 +26,7 @@ from paceline.drivers.gate import Gate
 from paceline.drivers.joint import Joint, Lead
 from paceline.drivers.memory import KeepBoth
 from paceline.drivers.run import Cadence, Run
+from paceline.drivers.saving import Saves
 from paceline.drivers.schedule import SaveRequest
 from paceline.engines.turns import Turns
 from paceline.errors import GateError, ResumeMismatchError
@@ -257,6 +258,7 @@ def _run(parts: _Parts, name: str) -> Run:
         seed=run_file.run.seed,
         fingerprint=parts.fingerprint,
         data_state=lambda: {"feeds": {feed.name: feed.state() for feed in parts.feeds}},
+        saves=Saves(in_background=is_leader and run_file.checkpoint.background),
         past=[selves for selves in parts.past.values() if selves.policy == name],
         environment=parts.environment,
         threads=parts.threads,

@@ -92,7 +92,7 @@ async def open_policy(
         weight_folder=route.folder,
         weight_dtype=route.dtype,
         pause=run_file.schedule.pause,
-        check=run_file.run.check_weights,
+        check=run_file.weight_check,
         takes_turns=run_file.memory.order != "none",
     )
 

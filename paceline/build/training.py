@@ -44,6 +44,7 @@ from paceline.drivers.board import Board
 from paceline.drivers.dispose import Disposer
 from paceline.drivers.memory import make_memory_plan
 from paceline.drivers.run import Run
+from paceline.drivers.saving import Saves
 from paceline.drivers.schedule import SaveRequest
 from paceline.drivers.supervised import supervised_batch
 from paceline.drivers.supply import Pull
@@ -132,6 +133,7 @@ async def open_run(run_file: RunFile, given: Given, disposer: Disposer) -> Run:
         seed=run_file.run.seed,
         fingerprint=needed,
         data_state=stream.state,
+        saves=Saves(in_background=run_file.checkpoint.background),
         environment=environment,
         threads=threads,
         step=state.step if state else 0,

@@ -97,7 +97,11 @@ class Staged:
 
     def write_json(self, name: str, value: JsonValue) -> None:
         """Durable after the commit."""
-        self.files.write(self.folder / name, encode_json(value, indent=1))
+        self.write(name, encode_json(value, indent=1))
 
     def write_state(self, state: RunState) -> None:
-        self.write_json("state.json", state.to_json())
+        self.write("state.json", state.encode())
+
+    def write(self, name: str, data: bytes) -> None:
+        """What `write_json` writes, encoded before. Durable after the commit."""
+        self.files.write(self.folder / name, data)

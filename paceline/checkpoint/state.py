@@ -54,6 +54,10 @@ class RunState:
     def to_json(self) -> dict[str, JsonValue]:
         return {"format": FORMAT, **asdict(self)}
 
+    def encode(self) -> bytes:
+        """What `state.json` holds."""
+        return encode_json(self.to_json(), indent=1)
+
     @classmethod
     def from_json(cls, document: Mapping[str, Any], where: str = "state.json") -> RunState:
         """Raises CheckpointError if the format is unknown or a key is missing or unknown."""

@@ -6,13 +6,16 @@
     .trash-step-000012-<unique>  being deleted
 
 A trainer writes into the staged folder and knows nothing of the commit, so a save that copies to
-the host first and writes later needs no other protocol.
+the host first and writes later needs no other protocol. Only one save is made at a time, and while
+one is committed in a thread nothing else of the store is called.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -32,6 +35,8 @@ logger = logging.getLogger(__name__)
 STEP = re.compile(r"step-(\d{6,})")
 ASIDE = re.compile(r"\.old-step-(\d{6,})-[0-9a-f]{8}")
 LEFTOVER = re.compile(r"\.(?:tmp|trash)-(?:step-\d{6,}|latest|best\.json)-[0-9a-f]{8}")
+DISK_TROUBLE = tuple(os.strerror(n) for n in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS))
+"""How the system says that it does not write a file."""
 LATEST = "latest"
 BEST = "best.json"
 
@@ -80,8 +85,8 @@ class CheckpointStore:
     def commit(self, staged: Staged) -> Checkpoint:
         """Make a staged checkpoint durable, then update `latest` and delete what need not stay.
 
-        Blocks while it hashes and syncs: call it inside the `staging` block, not in a thread that
-        outlives it.
+        Blocks while it hashes and syncs: call it inside the `staging` block, and in no thread that
+        outlives the block.
         """
         manifest = write_manifest(staged.folder, staged.step, self._files)
         target = self.root / step_name(staged.step)
@@ -273,11 +278,16 @@ class CheckpointStore:
             raise CheckpointError(
                 f"could not {action} in {self.root}: {error} "
                 f"({_free_bytes(self.root) / 2**20:.0f} MiB free); {intact}. "
-                "Make room or mend the permissions and start the run again: it resumes."
+                "Make room, mend the permissions or lift the limit (ulimit -f), and start the run "
+                "again: it resumes."
             ) from error
 
     def _is_disk_trouble(self, error: Exception) -> bool:
-        if isinstance(error, PacelineError | ConnectionError | TimeoutError):
+        if isinstance(error, ConnectionError | TimeoutError):
+            return False
+        if any(text in str(error) for text in DISK_TROUBLE):
+            return True  # whatever library, or process of a trainer, it comes from
+        if isinstance(error, PacelineError):
             return False
         # Libraries report a full disk as errors of their own.
         return isinstance(error, OSError) or _free_bytes(self.root) < 2**20

@@ -7,6 +7,7 @@ rows, and metrics are merged as partial results, so the number of ranks changes 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from paceline.cluster.base import WorkerGroup, WorkerSpec
 from paceline.cluster.trainer_source import GroupSource
 from paceline.models import ModelConfig
 from paceline.observe.metrics import Metrics
-from paceline.trainers.base import FSDPTrainerConfig, Head, Place
+from paceline.trainers.base import FSDPTrainerConfig, Head, Later, Place
 from paceline.trainers.core import split_idle
 from paceline.trainers.fsdp import FSDPRank
 from paceline.trainers.fsdp_weights import ModelSource
@@ -30,6 +31,9 @@ from paceline.weights.base import WeightPlan
 
 if TYPE_CHECKING:
     from paceline.types import FloatArray
+
+LOOK_S = 0.2
+"""Seconds between looks at a checkpoint that is being written."""
 
 
 def trainer_spec(
@@ -108,10 +112,24 @@ class GroupTrainer:
         """The plan with this trainer's end of the publish."""
         return replace(plan, source=self._source.of(plan))
 
-    async def save(self, path: Path) -> None:
-        """Write the folder described in `paceline.trainers.state`; durable on return."""
+    async def save(self, path: Path, later: Later | None = None) -> None:
+        """Write the folder described in `paceline.trainers.state`; durable on return.
+
+        later: given, this returns when all is copied to the hosts; `later` gets what waits for it
+        to be written, and leaves the ranks free for other calls meanwhile.
+        """
         await self.begin_save(path)
-        await self.finish_save()
+        if later is None:
+            await self.finish_save()
+        else:
+            later(self._finish_when_written)
+
+    async def _finish_when_written(self) -> None:
+        while self._is_saving:
+            if all(await self._group.call("has_written")):
+                await self.finish_save()
+            else:
+                await asyncio.sleep(LOOK_S)
 
     async def begin_save(self, path: Path) -> None:
         """Return when all is copied to the hosts; ranks go on while it is written.

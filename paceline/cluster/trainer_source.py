@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from paceline.cluster.base import WorkerGroup
 from paceline.errors import PacelineError
 from paceline.weights.base import Meeting, Parcel, WeightPlan
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LOOK_S = 0.5
 """How long a rank waits for receivers before it answers that they are not done."""
@@ -72,6 +76,11 @@ class PlanSource:
     async def checksums(self) -> Mapping[str, str]:
         """Name of each tensor -> hash of what the trainer holds."""
         found: list[dict[str, str]] = await self._group.call("checksums")
+        return found[0]
+
+    async def numbers(self, names: Sequence[str]) -> Mapping[str, Tensor]:
+        """Copies of some of the tensors, on the host."""
+        found: list[dict[str, Tensor]] = await self._group.call("numbers", tuple(names))
         return found[0]
 
     async def _wait_for_receivers(self) -> None:

@@ -25,6 +25,7 @@ from paceline.rollout.settings import RewardConfig, RolloutConfig
 from paceline.teachers.base import TeacherConfig
 from paceline.trainers.base import AnyTrainerConfig, CriticConfig, SingleTrainerConfig
 from paceline.types import Config
+from paceline.weights.settings import WeightCheckConfig
 
 SHARED = "shared"
 """Name of the feed that all policies without data of their own take part in."""
@@ -66,10 +67,6 @@ class RunConfig(Config):
     gate_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
     """With several policies: seconds that a save or an eval may wait for the others to come to
     rest; after that the run ends with a report of what each was doing."""
-    check_weights: Literal["never", "first", "always"] = "never"
-    """After a publish, compare what each policy's engine holds with what its trainer sent, bit for
-    bit: `first` after the first publish of every start, `always` after each. A difference ends the
-    run and names the tensors."""
     debug_exit_after: Annotated[int, Field(ge=1)] | None = None
     """End after this many steps of this start, with learning rates as if it went on: for testing
     that a run resumes."""
@@ -118,6 +115,8 @@ class RunFile(Config):
     """What the run shows and keeps besides its metrics."""
     memory: MemoryConfig = MemoryConfig()
     """What moves when engine and trainer share a device."""
+    weight_check: WeightCheckConfig = WeightCheckConfig()
+    """Whether engines hold what their trainers sent."""
     cluster: ClusterConfig = ClusterConfig()
     """What starts the processes of trainers and servers, and on which devices."""
     schedule: ScheduleConfig = ScheduleConfig()

@@ -29,7 +29,7 @@ def weights_can_travel(run_file: RunFile, situation: Situation) -> Iterator[Prob
         )
 
 
-@reads("engine", "run.check_weights", "model.dtype")
+@reads("engine", "weight_check", "model.dtype")
 def copies_may_be_rounded(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
     engine, own = run_file.engine, ("model", run_file.model.dtype)
     if not isinstance(engine, EmbeddedEngineConfig) or engine.dtype in own:
@@ -40,11 +40,12 @@ def copies_may_be_rounded(run_file: RunFile, situation: Situation) -> Iterator[P
             f'"{engine.dtype}": an engine that shares the trainer\'s weights has their type; write '
             'engine.weights = "copy", or leave it out',
         )
-    if run_file.run.check_weights != "never":
+    check = run_file.weight_check
+    if check.when != "never" and not check.tolerance:
         yield Problem(
-            ("run", "check_weights"),
-            f'"{run_file.run.check_weights}" compares bit for bit, and engine.dtype = '
-            f'"{engine.dtype}" rounds: leave one of them out',
+            ("weight_check", "when"),
+            f'"{check.when}" compares bit for bit, and engine.dtype = "{engine.dtype}" rounds: set '
+            "weight_check.tolerance, or leave one of them out",
         )
 
 

@@ -23,6 +23,7 @@ from paceline.rollout.settings import RewardConfig, RolloutConfig
 from paceline.teachers.base import TeacherConfig
 from paceline.trainers.base import AnyTrainerConfig, CriticConfig, SingleTrainerConfig
 from paceline.types import Config
+from paceline.weights.settings import WeightCheckConfig
 
 if TYPE_CHECKING:
     AlgorithmConfig = Algorithm
@@ -51,6 +52,8 @@ class PolicyConfig(Config):
     """What makes its tokens; what is left out is as in `[engine]`."""
     schedule: ScheduleConfig = ScheduleConfig()
     """Its own pace; what is left out is as in `[schedule]`."""
+    weight_check: WeightCheckConfig = WeightCheckConfig()
+    """Its own weight check; what is left out is as in `[weight_check]`."""
     rollout: RolloutConfig = RolloutConfig()
     """Its own `sampling` and `prompts_per_step`; with `data` of its own, everything. What is left
     out is as in `[rollout]`."""

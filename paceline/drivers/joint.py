@@ -114,9 +114,13 @@ class Joint:
 
     @asynccontextmanager
     async def alone(self, run: Run) -> AsyncIterator[None]:
-        """Hold the gate for a policy: meanwhile no weights change but by its own doing."""
+        """Hold the gate for a policy: meanwhile no weights change but by its own doing.
+
+        Nobody is kept there by a save in the background: that is waited for before.
+        """
         name, waited_s = run.policy.name, self.gate.waited_s
         run.board.enter(name, "waiting for the others to come to rest")
+        await run.saves.settle()
         if self.is_deterministic:
             await self._all_wait_for_leader()
         async with self.gate.exclusive(by=name):
@@ -166,7 +170,8 @@ class Joint:
         run = self.leader
         while not self.ended.is_set():
             await asyncio.sleep(self.poll_s)
-            if run.step > 0 and steps.is_waiting(run) and run.save_request.claim():
+            may_save = run.step > 0 and steps.is_waiting(run) and run.saves.is_idle
+            if may_save and run.save_request.claim():
                 async with self.gate.exclusive():
                     await steps.save(run, run.step)
 

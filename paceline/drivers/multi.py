@@ -4,9 +4,8 @@
     follower   [lead? collect] -> learn -> [] -> publish? -> row -> ...
     feeds      take a slot -> sample -> hand over -> ...
 
-In `[ ]`, a safe region, a policy changes no weights: it waits for data, or stands between steps.
-In `{ }` the leader holds the gate: every other policy is in a safe region until it lets go. So
-what is saved or measured belongs together, and nobody waits for somebody who waits for data.
+In `[ ]`, a safe region, a policy changes no weights. In `{ }` the leader holds the gate: all others
+are in one. So what is saved belongs together, and nobody waits for somebody who waits for data.
 """
 
 from __future__ import annotations
@@ -20,17 +19,18 @@ from paceline.rollout.batch import RolloutBatch
 
 async def drive(joint: Joint) -> None:
     """Run until the leader has done its steps; then everything else is stopped."""
-    for run in joint.runs:
-        await steps.start(run)
-    if joint.leader.is_last(joint.leader.step):
-        return await steps.end(joint.leader)
-    joint.lead.leader_trained(joint.leader.step)
-    await supervise(
-        _lead(joint, joint.leader),
-        {name: _follow(joint, run) for name, run in joint.followers.items()},
-        joint.begin_producing(),
-        on_end=joint.ended.set,
-    )
+    async with joint.leader.saves:  # ends: with the disk, at the latest
+        for run in joint.runs:
+            await steps.start(run)
+        if joint.leader.is_last(joint.leader.step):
+            return await steps.end(joint.leader)
+        joint.lead.leader_trained(joint.leader.step)
+        await supervise(
+            _lead(joint, joint.leader),
+            {name: _follow(joint, run) for name, run in joint.followers.items()},
+            joint.begin_producing(),
+            on_end=joint.ended.set,
+        )
 
 
 async def _lead(joint: Joint, run: Run) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from paceline.checkpoint import CheckpointStore
 from paceline.drivers.board import Board
 from paceline.drivers.memory import MemoryPlan
+from paceline.drivers.saving import Saves
 from paceline.drivers.schedule import SaveRequest, due
 from paceline.drivers.supply import Supply
 from paceline.evals import EvalDispatcher
@@ -55,6 +56,8 @@ class Run:
     """What a resumed run must have in common with this one."""
     data_state: Callable[[], JsonValue]
     """What a checkpoint keeps of the data: cursors, and what was sampled and not trained on."""
+    saves: Saves = field(default_factory=Saves)
+    """Of the leader: the save that may go on in the background."""
     past: list[PastSelves] = field(default_factory=list)
     """Earlier selves of the policy that play roles."""
     others: list[Run] = field(default_factory=list)

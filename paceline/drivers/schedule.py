@@ -35,24 +35,36 @@ class SaveRequest:
     new request instead of being lost. `acknowledge` removes the claimed file once the checkpoint is
     durable: when neither file is there, nothing is due. A claimed file that a crashed run left is
     a request of the next one.
+
+    From `serve` to `acknowledge` a save is under way, maybe in the background: it answers what was
+    claimed before, and a touch meanwhile is a request that is claimed after it.
     """
 
     def __init__(self, path: Path | None) -> None:
         """With None there never is a request."""
         self.path = path
         self.claimed_path = None if path is None else path.with_name(f"{path.name}.claimed")
+        self._is_served = False
 
     def claim(self) -> bool:
-        """True if a save is due; the request is ours from now on."""
+        """True if a save is due; the request is ours from now on, or after the save under way."""
         if self.path is None or self.claimed_path is None:
             return False
+        if self._is_served:
+            return self.path.exists()
         try:
             os.replace(self.path, self.claimed_path)
         except FileNotFoundError:
             return self.claimed_path.exists()
         return True
 
+    def serve(self) -> None:
+        """A save begins, which answers what was asked for so far."""
+        self.claim()
+        self._is_served = True
+
     def acknowledge(self) -> None:
         """The checkpoint is durable."""
+        self._is_served = False
         if self.claimed_path is not None:
             self.claimed_path.unlink(missing_ok=True)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 
-from paceline.checkpoint import PolicyProgress, RunState
+from paceline.checkpoint import PolicyProgress, RunState, Staged
 from paceline.drivers.run import Run
 from paceline.errors import DataError, RolloutError
 from paceline.evals import EvalResult
+from paceline.observe.files import encode_json
 from paceline.observe.ledger import Entry
+from paceline.observe.metrics import Metrics
 from paceline.rollout.batch import RolloutBatch
+from paceline.trainers.base import Write
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +143,8 @@ async def evaluate_if_due(run: Run, step: int) -> None:
 
 
 def finish_step(run: Run, step: int) -> None:
-    """The step is done: write its row."""
+    """The step is done: write its row. Raises the error of a save that failed meanwhile."""
+    run.saves.check()
     run.recorder.end_step(run.policy.name, run.policy.version)
     run.step = step
 
@@ -156,6 +161,7 @@ async def end(run: Run) -> None:
             "the run ended without a single update: the prompts gave no group to train on"
         )
     _warn_of_idle(run)
+    await run.saves.settle()
     if run.is_save_due(run.step) and (run.saved_step != run.step or _has_moved(run)):
         await save(run, run.step)
     if run.is_eval_due(run.step) and run.evaluated_step != run.step:
@@ -196,39 +202,78 @@ def _warn_of_idle(run: Run) -> None:
 async def save(run: Run, step: int) -> None:
     """Models, then the data cursor, then the run state; the store's rename is the commit.
 
-    With several policies no weights may change meanwhile: the caller holds the gate.
+    With several policies no weights may change meanwhile: the caller holds the gate. Waits for the
+    save before. Unless it is the last one, a save in the background waits for copies alone.
     """
-    members = {member.policy.name: member for member in (run, *run.others)}
+    await run.saves.settle()
+    run.save_request.serve()
+    goes_on = run.saves.in_background and not run.is_last(step)
     waits_for_eval = step > run.step and run.is_eval_due(step)
-    with _phase(run, "save", "saving"), run.store.staging(step) as staged:
-        for name, member in members.items():
-            folder, critic = staged.policy_folder(name), member.policy.critic
-            await member.policy.trainer.save(folder)
-            if critic is not None:
-                await critic.save(staged.critic_folder(name))
-            for past in member.past:
-                await past.save(folder / "past" / past.role)
+    writes: list[Write] = []
+    with _phase(run, "save", "saving"), ExitStack() as stack:
+        staged = stack.enter_context(run.store.staging(step))
+        await _save_policies(run, staged, writes if goes_on else None)
         data = run.data_state()
-        staged.write_json("data.json", data)
-        staged.write_state(
-            RunState(
-                step=step,
-                leader=run.policy.name,
-                policies={name: _progress(member) for name, member in members.items()},
-                seed=run.seed,
-                epoch_ended=run.epoch_ended,
-                fingerprint=run.fingerprint,
-                metrics=run.recorder.pending(),
-                threads=run.threads,
-                environment=run.environment,
-            )
-        )
+        files = {"data.json": encode_json(data, indent=1), "state.json": _state(run, step).encode()}
         if waits_for_eval:
             run.store.await_score(step)
+        run.saved_step, run.saved = step, (run.board.trained_steps(), data)
+        if goes_on:
+            run.saves.begin(_write(run, staged, writes, files, stack.pop_all()))
+        else:
+            await _commit(run, staged, files)
+
+
+async def _save_policies(run: Run, staged: Staged, writes: list[Write] | None) -> None:
+    """writes: gets what is to be written later, of copies that are made now."""
+    later = None if writes is None else writes.append
+    for member in (run, *run.others):
+        name, critic = member.policy.name, member.policy.critic
+        folder = staged.policy_folder(name)
+        await member.policy.trainer.save(folder, later)
+        if critic is not None:
+            await critic.save(staged.critic_folder(name), later)
+        for past in member.past:
+            await past.save(folder / "past" / past.role, later)
+
+
+async def _write(
+    run: Run, staged: Staged, writes: list[Write], files: Mapping[str, bytes], stack: ExitStack
+) -> None:
+    """The rest of a save, in the background. stack: owns the staged folder."""
+    began_s = time.monotonic()
+    with stack:
+        for write in writes:
+            await write()
+        await _commit(run, staged, files)
+    metrics = Metrics()
+    metrics.sum("time/save_background_s", time.monotonic() - began_s)
+    run.recorder.log(run.policy.name, metrics)
+
+
+async def _commit(run: Run, staged: Staged, files: Mapping[str, bytes]) -> None:
+    def commit() -> None:
+        for name, data in files.items():
+            staged.write(name, data)
         run.store.commit(staged)
+
+    await run.saves.call(commit)
     run.save_request.acknowledge()
-    run.recorder.event("saved", step=step)
-    run.saved_step, run.saved = step, (run.board.trained_steps(), data)
+    run.recorder.event("saved", step=staged.step)
+
+
+def _state(run: Run, step: int) -> RunState:
+    return RunState(
+        step=step,
+        leader=run.policy.name,
+        policies={member.policy.name: _progress(member) for member in (run, *run.others)},
+        seed=run.seed,
+        epoch_ended=run.epoch_ended,
+        fingerprint=run.fingerprint,
+        metrics=run.recorder.pending(),
+        threads=run.threads,
+        environment=run.environment,
+    )
 
 
 def _progress(run: Run) -> PolicyProgress:
@@ -248,6 +293,8 @@ async def _evaluate(run: Run, step: int) -> None:
         if is_last:
             results += await run.evals.drain()  # ends: by the time that a point may take
     run.evaluated_step = step
+    if results:
+        await run.saves.settle()  # a score belongs to a checkpoint that is there
     newest = {result.name: result.step for result in sorted(results, key=lambda r: r.step)}
     for at in sorted({result.step for result in results}):
         of_step = [result for result in results if result.step == at]

@@ -15,19 +15,20 @@ from paceline.drivers.run import Run
 
 async def drive(run: Run) -> None:
     """Run all steps that are left. Returns when the last save and the last eval are done."""
-    await steps.start(run)
-    for step in run.steps():
-        batch = await steps.collect(run, step)
-        if not batch.groups:
-            break
-        await run.memory.before_learn()
-        await steps.learn(run, step, batch)
-        await steps.save_if_due(run, step)
-        await run.memory.after_learn()
-        await steps.publish(run, step)
-        await run.memory.after_publish()
-        await steps.evaluate_if_due(run, step)
-        steps.finish_step(run, step)
-        if steps.is_debug_exit(run, step):
-            return
-    await steps.end(run)
+    async with run.saves:  # ends: with the disk, at the latest
+        await steps.start(run)
+        for step in run.steps():
+            batch = await steps.collect(run, step)
+            if not batch.groups:
+                break
+            await run.memory.before_learn()
+            await steps.learn(run, step, batch)
+            await steps.save_if_due(run, step)
+            await run.memory.after_learn()
+            await steps.publish(run, step)
+            await run.memory.after_publish()
+            await steps.evaluate_if_due(run, step)
+            steps.finish_step(run, step)
+            if steps.is_debug_exit(run, step):
+                return
+        await steps.end(run)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.engines.base import Completion, EmbeddedEngineConfig, Part, Request
 from paceline.engines.embedded_batch import Batch, Counts
@@ -25,7 +25,8 @@ from paceline.engines.turns import Turns
 from paceline.errors import EngineError, WeightError
 from paceline.weights.base import PauseMode, WeightPlan
 from paceline.weights.receive import receive_into, receive_parcels
-from paceline.weights.tensors import checksums, named_tensors
+from paceline.weights.settings import WeightCheckConfig
+from paceline.weights.tensors import checksums, named_tensors, spoil
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -201,6 +202,29 @@ class EmbeddedEngine:
         self._asleep -= parts
         self._suspend()
 
+    async def reset(self, plan: WeightPlan, check: WeightCheckConfig) -> None:
+        """Make the copy's tensors worthless until new ones come. Shared ones are the trainer's."""
+        if self._weights is None:
+            return
+        self._lacks_weights = True
+        self._suspend()
+        await self._serving.call(self._spoil, check)
+
+    def _spoil(self, check: WeightCheckConfig) -> None:
+        for name, tensor in named_tensors(self._module).items():
+            if not check.skips(name):
+                spoil(tensor)
+
+    async def numbers(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Copies of some of the tensors that are served, on the host."""
+        self._serving.refuse_if_dead()
+
+        def copied() -> dict[str, Tensor]:
+            held = named_tensors(self._module)
+            return {name: held[name].to("cpu", copy=True) for name in names}
+
+        return await self._serving.call(copied)
+
     async def checksums(self) -> dict[str, str]:
         """A hash of each tensor that is served; see `paceline.weights.check`."""
         self._serving.refuse_if_dead()
@@ -222,6 +246,6 @@ class EmbeddedEngine:
             )
         if self._lacks_weights:
             raise EngineError(
-                "the engine's weights were dropped while it slept, and none were received since: "
-                "publish first"
+                "the engine's weights were dropped while it slept, or reset, and none were "
+                "received since: publish first"
             )

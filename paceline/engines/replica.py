@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from paceline.engines.base import Completion, Part, Request
 from paceline.weights.base import Meeting, Parcel, PauseMode, TensorInfo, Transport
+from paceline.weights.settings import WeightCheckConfig
 
 
 class WeightIntake(Protocol):
@@ -38,6 +39,19 @@ class WeightIntake(Protocol):
 
     async def read(self, info: TensorInfo) -> list[float] | None:
         """The numbers of a tensor that is served, flat; None if the server does not show it."""
+
+
+@runtime_checkable
+class OwnCheck(Protocol):
+    """Weights of a server that can reset them, and perhaps compare them itself."""
+
+    async def reset(self, version: int, check: WeightCheckConfig) -> None:
+        """Fill all tensors with other numbers, but for those that the check skips. version: of
+        the weights that come next."""
+
+    async def compare(self, check: WeightCheckConfig) -> list[str] | None:
+        """Names of tensors that are not what they were before the reset; None if that can not be
+        told, or says nothing of the weights that have come since."""
 
 
 class Replica(Protocol):

@@ -17,9 +17,10 @@ from paceline.engines.delivery import Delivery
 from paceline.engines.fleet import Fleet, Member
 from paceline.engines.http import FIRST_PAUSE_S, LostServerError
 from paceline.engines.readback import differences
-from paceline.engines.replica import Replica, Supplier, WeightIntake
+from paceline.engines.replica import OwnCheck, Replica, Supplier, WeightIntake
 from paceline.errors import EngineError, WeightError
 from paceline.weights.base import PauseMode, Transport, WeightPlan
+from paceline.weights.settings import EXACT, WeightCheckConfig
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +130,22 @@ class RoutedEngine:
         self._lacks_weights = False
         await self._settle()
 
-    async def holds(self, plan: WeightPlan) -> list[str]:
+    async def reset(self, plan: WeightPlan, check: WeightCheckConfig) -> None:
+        """Make the weights of all replicas worthless until new ones come; see `weights.check`."""
+        self._refuse_if_closed()
+        members = self._fleet.up()
+        for member in members:
+            if not isinstance(member.alive.weights, OwnCheck):
+                raise WeightError(
+                    f"{member.supplier.name} has no way to reset its weights; set "
+                    "weight_check.reset = false"
+                )
+        self._lacks_weights = True
+        for member in members:
+            member.is_current = False
+        await self._on_all(lambda replica: _reset(replica, plan.version, check))
+
+    async def holds(self, plan: WeightPlan, check: WeightCheckConfig = EXACT) -> list[str]:
         """In what replicas differ from what the sender has, in words; see `weights.check`."""
         if plan.source is None:
             raise WeightError("the plan carries no source to compare with")
@@ -137,7 +153,12 @@ class RoutedEngine:
         told: list[str] = []
         for member in self._fleet.up():
             weights = member.alive.weights
-            if wrong := await differences(weights.read, sent, self._delivery.tensors):
+            wrong = await weights.compare(check) if isinstance(weights, OwnCheck) else None
+            if wrong is None:
+                wrong = await differences(
+                    weights.read, sent, self._delivery.tensors, plan.source.numbers, check
+                )
+            if wrong:
                 told.append(
                     f"{member.supplier.name}: {len(wrong)} of {len(sent)} tensors differ or are "
                     f"missing: {', '.join(wrong[:MOST_NAMED])}"
@@ -308,9 +329,14 @@ class RoutedEngine:
             )
         if self._lacks_weights:
             raise EngineError(
-                "the engine's weights were dropped while it slept, and none were received since: "
-                "publish first"
+                "the engine's weights were dropped while it slept, or reset, and none were "
+                "received since: publish first"
             )
+
+
+async def _reset(replica: Replica, version: int, check: WeightCheckConfig) -> None:
+    assert isinstance(replica.weights, OwnCheck)  # was looked at before
+    await replica.weights.reset(version, check)
 
 
 def _settle(future: asyncio.Future[None]) -> None:

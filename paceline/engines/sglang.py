@@ -57,6 +57,9 @@ class Served:
     moves_memory: bool = False
     """Whether servers can give memory back: they run on a GPU and were started for it."""
     num_devices: int = 1
+    compares: bool = False
+    """Whether servers that are started here can compare their weights, on a GPU, and begin with
+    those that the trainer begins with."""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,6 +86,7 @@ class SGLangReplica:
             num_devices=served.num_devices,
             timeout_s=served.update_timeout_s,
             takes_pickles=is_ours,
+            compares=served.compares and is_ours,
         )
         self._prefix, self._numbers = uuid.uuid4().hex[:12], itertools.count()
         self._open: dict[str, _Open] = {}

@@ -268,6 +268,7 @@ def _served(
         request_timeout_s=config.request_timeout_s,
         moves_memory=moves_memory and device == "cuda",
         num_devices=config.tensor_parallel,
+        compares=device == "cuda" and not model.random_init,
     )
 
 

@@ -17,8 +17,10 @@ from typing import Any
 
 from paceline.engines.http import JsonClient, RefusedError
 from paceline.engines.sglang_answers import number_of
+from paceline.engines.sglang_check import SGLangCheck
 from paceline.errors import WeightError
 from paceline.weights.base import Meeting, Parcel, TensorInfo, Transport
+from paceline.weights.settings import WeightCheckConfig
 
 logger = logging.getLogger(__name__)
 
@@ -41,14 +43,17 @@ class SGLangWeights:
         num_devices: int,
         timeout_s: float,
         takes_pickles: bool,
+        compares: bool = False,
     ) -> None:
         """first_device: its first one among those of the whole engine. timeout_s: for one parcel.
-        takes_pickles: False for servers that this program did not start."""
+        takes_pickles: False for servers that this program did not start. compares: whether it can
+        compare its weights with those of the model's folder."""
         self._url, self._client, self._policy = url, client, policy
         self._first_device, self.num_devices = first_device, num_devices
         self._timeout_s, self._takes_pickles = timeout_s, takes_pickles
         self._group: str | None = None
         self._has_sessions, self._is_open = True, False
+        self._check = SGLangCheck(self._ask, named=self._named, compares=compares)
         self.held = 0
         """Version of the weights that the next token is made with."""
         self.salt: str | None = None
@@ -170,6 +175,14 @@ class SGLangWeights:
         if not self.keeps_running:
             logger.warning("%s; prefixes are kept apart by version instead", problem)
         self.salt = f"version {version}"
+
+    async def reset(self, version: int, check: WeightCheckConfig) -> None:
+        """See `paceline.engines.replica.OwnCheck`."""
+        await self._check.reset(check, comes_back=version == self.held)
+
+    async def compare(self, check: WeightCheckConfig) -> list[str] | None:
+        """See `paceline.engines.replica.OwnCheck`."""
+        return await self._check.compare(check)
 
     async def read(self, info: TensorInfo) -> list[float] | None:
         rows = info.shape[0] if info.shape else 1

@@ -93,6 +93,12 @@ CATALOGUE: dict[str, Meaning] = {
     "eval/<set>/truncated": Meaning(
         "Answers that ended at the token limit", "share", "mean over scored answers"
     ),
+    "perf/<area>_peak_device_mib": Meaning(
+        "Most memory of a GPU that the trainer's tensors have taken so far", "MiB", "max over ranks"
+    ),
+    "perf/<area>_peak_host_mib": Meaning(
+        "Most memory that a rank's process has held so far", "MiB", "max over ranks"
+    ),
     "perf/peak_memory_mib": Meaning(
         "Most memory that the process has held so far", "MiB", "max over the process"
     ),
@@ -223,6 +229,12 @@ CATALOGUE: dict[str, Meaning] = {
         "With several policies: how long a policy was kept while the leader saved or measured",
         "s",
         "sum over the step",
+    ),
+    "time/save_background_s": Meaning(
+        "From the copies to the durable checkpoint, while the run went on; in the row that was "
+        "open then",
+        "s",
+        "sum over the saves that ended",
     ),
     "time/step_s": Meaning("Wall time since the row before this one", "s", "the step"),
     "train/advantage_abs": Meaning(

@@ -16,11 +16,14 @@ from typing import TYPE_CHECKING
 import safetensors.torch
 
 from paceline.errors import CheckpointError
+from paceline.models import writable
 from paceline.observe.files import REAL_FILES, encode_json
 from paceline.observe.metrics import Metrics
 from paceline.rollout.actor import Seat
 from paceline.rollout.elo import START, EloTable
 from paceline.rollout.seats import SeatPool
+from paceline.trainers.background import in_thread
+from paceline.trainers.base import Later
 from paceline.types import Episode, Group
 
 if TYPE_CHECKING:
@@ -118,14 +121,27 @@ class PastSelves:
         """The weights of one of them."""
         return self._selves[label].module
 
-    async def save(self, folder: Path) -> None:
-        """Write the copies and the table into a new folder; durable on return."""
-        folder.mkdir(parents=True)
-        for label, self_ in self._selves.items():
-            safetensors.torch.save_model(self_.module, str(folder / f"{label}.safetensors"))
-        REAL_FILES.write(folder / TABLE_FILE, encode_json(self.elo.state()))
-        for path in sorted(folder.iterdir()):
-            REAL_FILES.sync(path)
+    async def save(self, folder: Path, later: Later | None = None) -> None:
+        """Write the copies and the table into a new folder; durable on return.
+
+        later: given, nothing is written before what it gets is awaited, and then what there is now.
+        """
+        modules = {label: self_.module for label, self_ in self._selves.items()}
+        table = encode_json(self.elo.state())
+
+        def write() -> None:
+            folder.mkdir(parents=True)
+            with writable(folder):
+                for label, module in modules.items():  # whose weights never change
+                    safetensors.torch.save_model(module, str(folder / f"{label}.safetensors"))
+            REAL_FILES.write(folder / TABLE_FILE, table)
+            for path in sorted(folder.iterdir()):
+                REAL_FILES.sync(path)
+
+        if later is None:
+            write()
+        else:
+            later(lambda: in_thread("checkpoint", write))
 
     async def load(self, folder: Path) -> None:
         """Bring back what `save` wrote. Raises CheckpointError if it is not there or damaged."""

@@ -15,6 +15,15 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
+async def in_thread(name: str, work: Callable[[], Result]) -> Result:
+    """Call it in a thread of its own. Cancelled: the work has ended before this raises."""
+    thread = WorkThread(name)
+    try:
+        return await thread.run(work)
+    finally:
+        thread.close()
+
+
 class WorkThread:
     """Runs calls; a cancelled one ends at its next `check`, and the thread is idle again."""
 

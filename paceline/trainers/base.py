@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Protocol, TypeVar
 
@@ -20,6 +21,11 @@ Settings = TypeVar("Settings", bound="TrainerConfig")
 Decay = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 Head = Literal["policy", "reference", "values"]
 """What a model says of a token: its log-prob, that of the frozen reference, or a critic's value."""
+
+Write = Callable[[], Awaitable[None]]
+"""Writes what was copied before; all is durable when it has been awaited."""
+Later = Callable[[Write], None]
+"""Takes what is to be awaited while the trainer goes on."""
 
 AREAS: dict[Head, str] = {"policy": "train", "values": "critic"}
 """Area of a trainer's metrics, by the head that it trains: `train/loss`, `critic/loss`."""
@@ -179,8 +185,11 @@ class Trainer(Protocol):
     async def send(self, plan: WeightPlan) -> WeightPlan:
         """Hand the weights over along the plan; returns it with what receivers need."""
 
-    async def save(self, path: Path) -> None:
+    async def save(self, path: Path, later: Later | None = None) -> None:
         """Write everything that `load` needs into the empty folder `path`; durable on return.
+
+        later: given, this returns as soon as all is copied to the host, and `later` gets what
+        writes it, to be awaited once, while the trainer does other things. One at a time.
 
         The model goes to `path/model` in Hugging Face format with its tokenizer; of a critic its
         body, with the head in `value_head.safetensors` beside it.

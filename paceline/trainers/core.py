@@ -152,6 +152,9 @@ class TrainerCore:
         is_empty = self._peers.most(num_trained) == 0
         metrics.sum(f"{area}/trained_tokens", num_trained)
         metrics.sum(f"{area}/empty_batches", is_empty and is_first)
+        if self._device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self._device) / 2**20
+            metrics.max(f"perf/{area}_peak_device_mib", peak)
         return metrics
 
     def step(self) -> StepReport:

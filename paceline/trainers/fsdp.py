@@ -11,7 +11,7 @@ them can go on. Their group ends them, or `timeout_s` does.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -21,7 +21,8 @@ from paceline.algorithms.base import Objective
 from paceline.errors import TrainerError
 from paceline.models import ModelConfig, load_tokenizer
 from paceline.observe.metrics import Metrics
-from paceline.trainers.base import FSDPTrainerConfig, Head, Place
+from paceline.observe.recorder import peak_memory_mib
+from paceline.trainers.base import AREAS, FSDPTrainerConfig, Head, Place
 from paceline.trainers.core import TrainerCore, check_trainable, make_forward
 from paceline.trainers.forward import Forward
 from paceline.trainers.fsdp_parcels import Parcels
@@ -103,7 +104,9 @@ class FSDPRank:
     def forward_backward(self, batch: Batch) -> Metrics:
         """Add the gradients of this rank's rows to those of all; the metrics of these rows."""
         self._core.refuse_on_host()
-        return self._work(lambda: self._core.add_gradients(batch))
+        metrics = self._work(lambda: self._core.add_gradients(batch))
+        metrics.max(f"perf/{AREAS[self._core.trained.head]}_peak_host_mib", peak_memory_mib())
+        return metrics
 
     def optim_step(self) -> StepReport:
         """The same on all ranks."""
@@ -119,6 +122,10 @@ class FSDPRank:
         """Copy all to the host, and start to write it into the empty folder `path`."""
         saver = _opened(self._saver)
         self._work(lambda: saver.begin(path, self._core))
+
+    def has_written(self) -> bool:
+        """Of what was begun this rank's part is written, so that `finish_save` waits for little."""
+        return _opened(self._saver).has_written
 
     def finish_save(self) -> None:
         """Return when what was begun is on the disk; an error of writing it comes here."""
@@ -175,6 +182,10 @@ class FSDPRank:
     def checksums(self) -> dict[str, str]:
         """Name of each tensor, as a checkpoint names it -> hash; on rank 0."""
         return self._work(_opened(self._parcels).checksums)
+
+    def numbers(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Copies of some of the tensors, on the host; on rank 0."""
+        return self._work(lambda: _opened(self._parcels).numbers(names))
 
     def close(self) -> None:
         """End the threads and leave the group. Idempotent."""

@@ -7,7 +7,7 @@ runs in a thread, so that the rank answers in the meantime, and can be told to g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,6 +102,11 @@ class Parcels:
         """Name of each tensor -> hash; of rank 0."""
         with torch.no_grad():
             return self._outbox.checksums()
+
+    def numbers(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Copies of some of the tensors, on the host; of rank 0."""
+        with torch.no_grad():
+            return self._outbox.numbers(names)
 
     def dispose(self) -> None:
         """Give back everything. Idempotent."""

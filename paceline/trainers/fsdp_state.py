@@ -16,7 +16,8 @@ import safetensors.torch
 import torch
 
 from paceline.errors import TrainerError
-from paceline.models import export_model, model_fingerprint
+from paceline.models import model_fingerprint, writable
+from paceline.observe.files import REAL_FILES
 from paceline.trainers.core import TrainerCore
 from paceline.trainers.fsdp_ranks import Ranks
 from paceline.trainers.fsdp_shards import own_rows, whole
@@ -30,9 +31,10 @@ from paceline.trainers.state import (
     readable,
     report_changes,
     restore_saved,
+    sync_tree,
+    write_model,
     write_state,
 )
-from paceline.trainers.values import ValueModel, export_value_model
 from paceline.weights.tensors import named_tensors
 
 if TYPE_CHECKING:
@@ -63,6 +65,11 @@ class Saver:
         moments = self._gather_moments(core)
         self._finish = (path, fingerprint, counters)
         self._written = self._writer.submit(self._write, path, model, weights, moments)
+
+    @property
+    def has_written(self) -> bool:
+        """This rank's part is on the disk, or can not be written; `finish` does not wait for it."""
+        return self._written is None or self._written.done()
 
     def finish(self) -> None:
         """Wait until all is on the disk. Raises on every rank if a rank could not write."""
@@ -105,11 +112,15 @@ class Saver:
         self, path: Path, model: Any, weights: dict[str, Tensor], moments: dict[str, Tensor]
     ) -> None:
         if self._ranks.index == 0:
-            export = export_value_model if isinstance(model, ValueModel) else export_model
-            export(model, self._tokenizer, path / MODEL_FOLDER, weights)
-        path.mkdir(parents=True, exist_ok=True)
+            write_model(path, model, self._tokenizer, weights)
         file = optimizer_file(path, self._ranks.index, self._ranks.size)
-        safetensors.torch.save_file(moments, file)
+        with writable(path):
+            path.mkdir(parents=True, exist_ok=True)
+            safetensors.torch.save_file(moments, file)
+            # Here, where nobody waits for it: `finish` then has little left to do.
+            REAL_FILES.sync(file)
+            if self._ranks.index == 0:
+                sync_tree(path / MODEL_FOLDER)
 
 
 def load(path: Path, core: TrainerCore, ranks: Ranks, settings: dict[str, Any]) -> None:

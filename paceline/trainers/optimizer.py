@@ -55,15 +55,17 @@ def clip_gradients(gradients: Sequence[Tensor], norm: float, max_norm: float) ->
             gradient.mul_(factor)
 
 
-def moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def moments(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, copies: bool = False
+) -> dict[str, Tensor]:
     """`exp_avg/<parameter>`, `exp_avg_sq/<parameter>` and `step/<parameter>`, on the CPU.
 
-    A parameter that never had a gradient has none.
+    A parameter that never had a gradient has none. copies: even of those that are there already.
     """
     found: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         for kind, tensor in optimizer.state.get(parameter, {}).items():
-            found[f"{kind}/{name}"] = tensor.detach().cpu().contiguous()
+            found[f"{kind}/{name}"] = tensor.detach().to("cpu", copy=copies).contiguous()
     return found
 
 

@@ -17,12 +17,12 @@ from paceline.algorithms.base import Objective
 from paceline.errors import TrainerError
 from paceline.models import write_model_files
 from paceline.observe.metrics import Metrics
-from paceline.trainers.background import WorkThread
-from paceline.trainers.base import Head, Place, SingleTrainerConfig
+from paceline.trainers.background import WorkThread, in_thread
+from paceline.trainers.base import Head, Later, Place, SingleTrainerConfig
 from paceline.trainers.core import TrainerCore, check_trainable, make_forward
 from paceline.trainers.devices import resolve_device
 from paceline.trainers.optimizer import move_moments
-from paceline.trainers.state import load_state, save_state
+from paceline.trainers.state import HeldState, hold_state, load_state, save_state
 from paceline.trainers.values import ValueModel
 from paceline.types import Batch, Row, StepReport
 from paceline.weights.base import WeightPlan
@@ -108,14 +108,21 @@ class SingleTrainer:
             return replace(plan, tensors=named_tensors(self._core.model))
         return replace(plan, source=LocalSource(self._outbox, plan, self._thread.run))
 
-    async def save(self, path: Path) -> None:
-        """Write the folder described in `paceline.trainers.state`; durable on return."""
-        core = self._core
-        await self._thread.run(
-            lambda: save_state(
-                path, core.model, self._tokenizer, core.optimizer, core.counters, self._settings
-            )
-        )
+    async def save(self, path: Path, later: Later | None = None) -> None:
+        """Write the folder described in `paceline.trainers.state`; durable on return.
+
+        later: given, this returns when all is copied; `later` gets what writes the copies, in a
+        thread of its own.
+        """
+
+        def write(held: HeldState) -> None:
+            save_state(path, self._core.model, self._tokenizer, held, self._settings)
+
+        if later is None:
+            await self._thread.run(lambda: write(self._hold(copies=False)))
+            return
+        held = await self._thread.run(lambda: self._hold(copies=True))
+        later(lambda: in_thread("checkpoint", lambda: write(held)))
 
     async def load(self, path: Path) -> None:
         """Restore bit for bit what `save` wrote; a folder of another model is refused."""
@@ -135,6 +142,10 @@ class SingleTrainer:
         self._outbox.abort()
         self._thread.close()
         self._outbox.dispose()
+
+    def _hold(self, *, copies: bool) -> HeldState:
+        core = self._core
+        return hold_state(core.model, core.optimizer, core.counters, copies=copies)
 
     def _move(self, where: Place) -> None:
         target = self._device if where == "device" else torch.device("cpu")

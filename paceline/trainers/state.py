@@ -14,6 +14,7 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from paceline.models import (
     fingerprint_differences,
     model_fingerprint,
     restore_model,
+    writable,
 )
 from paceline.observe.files import REAL_FILES, encode_json
 from paceline.trainers.optimizer import moments, set_moments
@@ -46,19 +48,60 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 MODEL_FOLDER = "model"
 
 
+@dataclass(frozen=True, slots=True)
+class HeldState:
+    """What a save writes, as it was at one moment."""
+
+    weights: dict[str, Tensor] | None
+    """By name, on the CPU. None: those that the model has when they are written."""
+    moments: dict[str, Tensor]
+    fingerprint: dict[str, Any]
+    counters: dict[str, int]
+
+
+def hold_state(
+    model: PreTrainedModel | ValueModel,
+    optimizer: torch.optim.Optimizer,
+    counters: dict[str, int],
+    *,
+    copies: bool,
+) -> HeldState:
+    """copies: of all tensors, so that training may go on before they are written."""
+    weights: dict[str, Tensor] | None = None
+    if copies:
+        own = named_tensors(model).items()
+        weights = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in own}
+    held = moments(model, optimizer, copies=copies)
+    return HeldState(weights, held, model_fingerprint(model), counters)
+
+
 def save_state(
     path: Path,
     model: PreTrainedModel | ValueModel,
     tokenizer: PreTrainedTokenizerBase | None,
-    optimizer: torch.optim.Optimizer,
-    counters: dict[str, int],
+    held: HeldState,
     settings: dict[str, Any],
 ) -> None:
-    """Write everything into the folder `path`; every file is on the disk when this returns."""
+    """Write everything into the folder `path`; every file is on the disk when this returns.
+
+    Raises CheckpointError if a file can not be written.
+    """
+    write_model(path, model, tokenizer, held.weights)
+    with writable(path):
+        safetensors.torch.save_file(held.moments, path / OPTIMIZER_FILE)
+    write_state(path, held.fingerprint, held.counters, settings)
+
+
+def write_model(
+    path: Path,
+    model: PreTrainedModel | ValueModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    weights: dict[str, Tensor] | None,
+) -> None:
+    """The model's folder in `path`. Raises CheckpointError if a file can not be written."""
     export = export_value_model if isinstance(model, ValueModel) else export_model
-    export(model, tokenizer, path / MODEL_FOLDER)
-    safetensors.torch.save_file(moments(model, optimizer), path / OPTIMIZER_FILE)
-    write_state(path, model_fingerprint(model), counters, settings)
+    with writable(path):
+        export(model, tokenizer, path / MODEL_FOLDER, weights)
 
 
 def write_state(
@@ -75,8 +118,9 @@ def write_state(
         "environment": _environment(),
         "model": fingerprint,
     }
-    REAL_FILES.write(path / STATE_FILE, encode_json(state, indent=1))
-    _sync(path)
+    with writable(path):
+        REAL_FILES.write(path / STATE_FILE, encode_json(state, indent=1))
+        sync_tree(path)
 
 
 def load_state(
@@ -192,7 +236,7 @@ def report_changes(path: Path, state: dict[str, Any], settings: dict[str, Any]) 
                 logger.log(level, "%s: resumed with another %s: %r, was %r%s", path, *change, note)
 
 
-def _sync(folder: Path) -> None:
+def sync_tree(folder: Path) -> None:
     """Make every file below the folder durable, then the folders, so that a rename commits them."""
     for entry in sorted(folder.rglob("*"), reverse=True):
         REAL_FILES.sync(entry)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -101,6 +101,9 @@ class WeightSource(Protocol):
 
     async def checksums(self) -> Mapping[str, str]:
         """Name of each tensor -> hash; see `weights.tensors.checksums`."""
+
+    async def numbers(self, names: Sequence[str]) -> Mapping[str, Tensor]:
+        """Copies of some of the tensors, on the host, in the type in which they are sent."""
 
 
 class Receiver(Protocol):

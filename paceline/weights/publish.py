@@ -1,6 +1,6 @@
 """A publish: one transaction over all receivers of a policy.
 
-    pause all -> send -> receive on all -> verify -> commit -> resume all
+    pause all -> send -> (reset all) -> receive on all -> verify -> commit -> resume all
 
 Until `send` has returned, every receiver holds the former weights, so a failure resumes them all.
 From then on a receiver may hold anything: on a failure none is resumed, since it would serve
@@ -25,8 +25,8 @@ class Sender(Protocol):
         """Hand the weights over along the plan; returns it with what receivers need."""
 
 
-Verify = Callable[[Receiver, WeightPlan], Awaitable[None]]
-"""Raises if the receiver does not hold the plan's weights."""
+Step = Callable[[Receiver, WeightPlan], Awaitable[None]]
+"""Does something with a receiver of the plan, or raises."""
 
 
 async def publish(
@@ -35,15 +35,18 @@ async def publish(
     plan: WeightPlan,
     *,
     pause: PauseMode = "finish",
-    verify: Verify | None = None,
+    reset: Step | None = None,
+    verify: Step | None = None,
     commit: Callable[[WeightPlan], None] | None = None,
     deadline_s: float = 600.0,
 ) -> WeightPlan:
     """Bring the sender's weights to every receiver; returns the plan as it was sent.
 
-    receivers: by the names that an error should use. commit: called once, when all have
-    acknowledged and before any is resumed: the place to raise the version. deadline_s: for each
-    of the phases. Raises WeightError that names the phase and the receivers that failed.
+    receivers: by the names that an error should use. reset: makes a receiver's former weights
+    worthless, before it gets the plan's. verify: raises if it does not hold these then. commit:
+    called once, when all have acknowledged and before any is resumed: the place to raise the
+    version. deadline_s: for each of the phases. Raises WeightError that names the phase and the
+    receivers that failed.
     """
     what = f"policy {plan.policy!r}, publish of version {plan.version}"
     holds_former = True
@@ -51,6 +54,8 @@ async def publish(
         await _on_all(f"{what}: pause", receivers, lambda r: r.pause(pause), deadline_s)
         sent = await _send(what, sender, plan, deadline_s)
         holds_former = False
+        if reset is not None:
+            await _on_all(f"{what}: reset", receivers, lambda r: reset(r, sent), deadline_s)
         await _on_all(f"{what}: receive", receivers, lambda r: r.receive(sent), deadline_s)
         if verify is not None:
             await _on_all(f"{what}: verify", receivers, lambda r: verify(r, sent), deadline_s)

@@ -8,7 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -142,6 +150,15 @@ class Outbox:
         for name, tensor in self._cast():
             if self._is_sender:
                 found |= checksums({name: tensor})
+        return found
+
+    def numbers(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Copies of some of the tensors, on the host."""
+        wanted = frozenset(names)
+        found: dict[str, Tensor] = {}
+        for name, tensor in self._cast():
+            if self._is_sender and name in wanted:
+                found[name] = tensor.detach().to("cpu", copy=True)
         return found
 
     def abort(self) -> None:
@@ -323,4 +340,9 @@ class LocalSource:
     async def checksums(self) -> Mapping[str, str]:
         """Name of each tensor -> hash of what the trainer holds."""
         found: Mapping[str, str] = await self._run(self._outbox.checksums)
+        return found
+
+    async def numbers(self, names: Sequence[str]) -> Mapping[str, Tensor]:
+        """Copies of some of the tensors, on the host."""
+        found: Mapping[str, Tensor] = await self._run(lambda: self._outbox.numbers(names))
         return found

@@ -31,6 +31,26 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: _checksum(tensor) for name, tensor in tensors.items()}
 
 
+def relative_error(held: Tensor, sent: Tensor) -> float:
+    """Norm of the difference, divided by that of what was sent; infinite if shapes differ, and not
+    a number if one of the numbers is none."""
+    if held.shape != sent.shape:
+        return float("inf")
+    expected = sent.detach().cpu().double()
+    distance = float((held.detach().cpu().double() - expected).norm())
+    scale = float(expected.norm())
+    return distance / scale if scale else (float("inf") if distance else 0.0)
+
+
+def spoil(tensor: Tensor) -> None:
+    """Fill with numbers that it did not hold, in place."""
+    with torch.no_grad():
+        if tensor.is_floating_point():
+            tensor.fill_(float("nan"))
+        else:
+            tensor.bitwise_not_()
+
+
 def _checksum(tensor: Tensor) -> str:
     digest = blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
     digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from paceline.build.replay import replay
 
-FSDP = ("trainer.kind=fsdp", "trainer.ranks=2", "run.check_weights=always")
+FSDP = ("trainer.kind=fsdp", "trainer.ranks=2", "weight_check.when=always")
 def sglang_options() -> tuple[str, ...]:
     return (
         "engine.kind=sglang",
@@ -103,7 +103,7 @@ def test_a_run_of_two_policies_one_of_them_sharded(tmp_path: Path) -> None:
         "rollout.env=env.py:play",
         "policies.policy.trainer.kind=fsdp",
         "policies.policy.trainer.ranks=2",
-        "run.check_weights=always",
+        "weight_check.when=always",
         "schedule.max_staleness=1",
         text=text.replace('[reward]\nkind = "regex"\npattern = "[0-4]"\n', ""),
     )

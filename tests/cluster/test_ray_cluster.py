@@ -200,9 +200,10 @@ def test_several_nodes_each_rank_where_its_device_is(tmp_path: Path) -> None:
     ],
 )
 def test_a_cluster_that_can_not_be_joined_is_told_at_once(
-    address: str, message: str, tmp_path: Path
+    address: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("ray", reason="the extra `ray` is not installed")
+    ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # by other tests of this process
     start = time.monotonic()
     config = ClusterConfig(runtime="ray", address=address)
     with pytest.raises(WorkerError, match=message):

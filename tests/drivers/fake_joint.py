@@ -27,6 +27,7 @@ from paceline.drivers.gate import Gate
 from paceline.drivers.joint import Joint, Lead
 from paceline.drivers.memory import KeepBoth
 from paceline.drivers.run import Cadence, Run
+from paceline.drivers.saving import Saves
 from paceline.drivers.schedule import SaveRequest
 from paceline.drivers.supply import Pull
 from paceline.evals import EvalDispatcher, EvalResult
@@ -38,6 +39,11 @@ from paceline.rollout.batch import RolloutBatch
 from paceline.rollout.feed import Feed
 
 FAST = FastFiles()
+
+
+async def _at_once(work: Callable[[], object]) -> None:
+    """There are no threads in virtual time."""
+    work()
 
 
 class PolicyLog(list[str]):
@@ -56,16 +62,26 @@ class SlowTrainer(LoggedTrainer):
 
     learn_s = 1.0
     save_s = 0.0
+    write_s = 5.0
+    """In the background."""
     is_held: Callable[[], bool] | None = None
 
     async def forward_backward(self, batch: Any) -> Any:
         await asyncio.sleep(self.learn_s)
         return await super().forward_backward(batch)
 
-    async def save(self, path: Path) -> None:
+    async def save(self, path: Path, later: Any = None) -> None:
         assert self.is_held is None or self.is_held()
         await asyncio.sleep(self.save_s)
-        await super().save(path)
+        writes: list[Any] = []
+        await super().save(path, None if later is None else writes.append)
+        for write in writes:
+            later(lambda write=write: self._write(write))
+
+    async def _write(self, write: Any) -> None:
+        await asyncio.sleep(self.write_s)
+        self.calls.append("write")
+        await write()
 
 
 @dataclass
@@ -128,6 +144,7 @@ def make_world(
     debug_exit_after: int | None = None,
     is_deterministic: bool = False,
     keep_last: int = 5,
+    background: bool = False,
 ) -> World:
     """The first policy leads. Resumed if there is a checkpoint in the folder."""
     log, (leader, *_) = Log(), settings
@@ -189,6 +206,7 @@ def make_world(
             seed=0,
             fingerprint={"seed": 0},
             data_state=data_state,
+            saves=Saves(in_background=background and is_leader, call=_at_once),
             step=steps[name],
             saved_step=steps[name] if state else None,
             epoch_ended=bool(state and state.epoch_ended and is_leader),

@@ -18,6 +18,7 @@ from paceline.drivers import sync
 from paceline.drivers.board import Board
 from paceline.drivers.memory import MemoryConfig, make_memory_plan
 from paceline.drivers.run import Cadence, Run
+from paceline.drivers.saving import Saves
 from paceline.drivers.schedule import SaveRequest
 from paceline.drivers.supply import Pull
 from paceline.evals import EvalDispatcher, EvalResult
@@ -104,6 +105,7 @@ def make_run(
     updates_per_step: int = 1,
     epochs_per_step: int = 1,
     snapshots: Any = None,
+    background: bool = False,
 ) -> tuple[Run, Log]:
     """A run in `folder`, resumed if there is a checkpoint; with a critic if it has kind ppo."""
     log = Log()
@@ -179,6 +181,7 @@ def make_run(
         seed=0,
         fingerprint={"seed": 0},
         data_state=stream.state,
+        saves=Saves(in_background=background),
         step=state.step if state else 0,
         saved_step=state.step if state else None,
         epoch_ended=state.epoch_ended if state else False,

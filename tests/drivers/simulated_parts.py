@@ -16,13 +16,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from paceline.checkpoint import RunState
 from paceline.evals import EvalResult
 from paceline.evals.estimates import Estimate
 from paceline.observe.metrics import Metrics
 from paceline.rollout.batch import RolloutBatch
 from paceline.rollout.settings import RolloutConfig
-from paceline.types import Draw, Episode, Group, JsonValue, Sample, Status
+from paceline.types import Draw, Episode, Group, Sample, Status
 from paceline.weights.base import WeightPlan
 from paceline.weights.publish import publish
 
@@ -74,6 +73,11 @@ class Place:
         self.num_calls[part] += 1
         if self.failing.get(part) == self.num_calls[part]:
             raise InjectedError(part)
+
+    async def beside(self, work: Any) -> None:
+        """What a thread would do."""
+        await asyncio.sleep(self.rng.choice(SECONDS))
+        work()
 
 
 class SimEngine:
@@ -139,10 +143,19 @@ class SimTrainer:
         await self.place.work(f"send {self.policy}")
         return plan
 
-    async def save(self, path: Path) -> None:
+    async def save(self, path: Path, later: Any = None) -> None:
         assert not self.place.changing, f"{self.place.changing} learn during a save"
         await self.place.work(f"save {self.policy}")
-        self.disk.write(str(path), self.batches)
+        copied = json.dumps(self.batches)
+
+        async def write() -> None:
+            await self.place.work(f"write {self.policy}")
+            self.disk.write(str(path), copied)
+
+        if later is None:
+            self.disk.write(str(path), copied)
+        else:
+            later(write)
 
     def load(self, content: str) -> None:
         self.batches = json.loads(content)
@@ -232,22 +245,29 @@ class SimDisk:
     place: Place
     saved: dict[int, dict[str, Any]] = field(default_factory=dict)
     open: dict[str, str] = field(default_factory=dict)
+    is_staging: bool = False
     is_dead: bool = False
     dies_at: int = 0
     """The process is gone after this commit."""
     awaited: set[int] = field(default_factory=set)
     on_commit: Any = None
 
-    def write(self, name: str, value: Any) -> None:
-        self.open[name] = json.dumps(value, allow_nan=False)
+    def begin(self, place: Place, on_commit: Any) -> None:
+        """Another process; what the one before had not committed is gone."""
+        self.place, self.on_commit = place, on_commit
+        self.open, self.is_staging, self.is_dead, self.awaited = {}, False, False, set()
+
+    def write(self, name: str, text: str) -> None:
+        self.open[name] = text
 
     @contextmanager
     def staging(self, step: int) -> Iterator[Any]:
-        assert not self.open, "two saves at a time"
+        assert not self.is_staging, "two saves at a time"
+        self.is_staging = True
         try:
             yield SimStaged(step, self)
         finally:
-            self.open = {}
+            self.open, self.is_staging = {}, False
 
     def commit(self, staged: SimStaged) -> None:
         self.place.num_calls["commit"] += 1
@@ -279,11 +299,8 @@ class SimStaged:
     def policy_folder(self, name: str) -> Path:
         return Path(name)
 
-    def write_json(self, name: str, value: JsonValue) -> None:
-        self.disk.write(name, value)
-
-    def write_state(self, state: RunState) -> None:
-        self.disk.write("state.json", state.to_json())
+    def write(self, name: str, data: bytes) -> None:
+        self.disk.write(name, data.decode())
 
 
 @dataclass
@@ -292,13 +309,23 @@ class SimRequest:
 
     is_touched: bool = False
     num_served: int = 0
+    _is_claimed: bool = False
+    _is_served: bool = False
 
     def claim(self) -> bool:
-        return self.is_touched
+        if self._is_served:
+            return self.is_touched
+        self._is_claimed |= self.is_touched
+        self.is_touched = False
+        return self._is_claimed
+
+    def serve(self) -> None:
+        self.claim()
+        self._is_served = True
 
     def acknowledge(self) -> None:
-        self.num_served += self.is_touched
-        self.is_touched = False
+        self.num_served += self._is_claimed
+        self._is_claimed = self._is_served = False
 
 
 async def measure(place: Place, step: int, version: int) -> list[EvalResult]:

@@ -49,6 +49,7 @@ class Settings:
         self.save_every: Any = rng.choice(["never", 1, 2, 2, 3])
         self.eval_every = rng.choice([None, 1, 2, 2, 3])
         self.eval_first = rng.random() < 0.5 and self.eval_every is not None
+        self.background = self.seed % 3 > 0
         lost = rng.choice([0.0, 0.0, 0.15])
         self.lost = {
             (name, o) for name in self.paces for o in range(200) if rng.random() < lost

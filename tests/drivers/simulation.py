@@ -43,6 +43,7 @@ from paceline.drivers.gate import Gate
 from paceline.drivers.joint import Joint, Lead
 from paceline.drivers.memory import KeepBoth
 from paceline.drivers.run import Cadence, Run
+from paceline.drivers.saving import Saves
 from paceline.drivers.supply import Pull
 from paceline.errors import DataError, WeightError
 from paceline.evals import EvalDispatcher
@@ -54,7 +55,7 @@ GATE_DEADLINE_S = 2000.0
 """No wait is that long unless it would be for ever."""
 MAX_CALLBACKS = 60_000
 EVALS = EvalsConfig(timeout_s=30.0).model_copy(update={"sets": (SimpleNamespace(name="held"),)})
-PARTS = ("learn", "send", "receive", "save", "runner", "engine", "commit", "eval")
+PARTS = ("learn", "send", "receive", "save", "write", "runner", "engine", "commit", "eval")
 
 
 class KilledError(BaseException):
@@ -84,9 +85,11 @@ class Life:
         self.state = json.loads(self.saved["state.json"]) if self.saved else None
         self.dropped: dict[str, dict[int, str]] = {name: {} for name in settings.paces}
         if self.saved:
-            self.dropped = {n: {int(o): r for o, r in d.items()} for n, d in self._books().items()}
-        disk.place, disk.open, disk.is_dead, disk.awaited = place, {}, False, set()
-        disk.on_commit = lambda: json.dumps(self.dropped)
+            books = json.loads(self.saved["books"])
+            self.dropped = {
+                n: {int(o): reason for o, reason in d.items()} for n, d in books.items()
+            }
+        disk.begin(place, lambda: self._dropped_then)
         self.policies = {
             name: SimPolicy(place, name, disk, pace.max_staleness)
             for name, pace in settings.paces.items()
@@ -107,10 +110,6 @@ class Life:
             self._connect(feed, names)
         self.requests = SimRequest()
         self._restore()
-
-    def _books(self) -> Any:
-        assert self.saved is not None
-        return json.loads(self.saved["books"])
 
     @property
     def steps(self) -> dict[str, int]:
@@ -166,6 +165,7 @@ class Life:
                 self.streams[feed].restore(data[feed])
 
     def data_state(self) -> Any:
+        self._dropped_then = json.dumps(self.dropped)
         pulled = {f: n[0] for f, n in self.settings.feeds.items() if f not in self.feeds}
         return {feed: self.supplies[name].state() for feed, name in pulled.items()} | {
             feed: found.state() for feed, found in self.feeds.items()
@@ -226,6 +226,7 @@ class Life:
             seed=0,
             fingerprint={},
             data_state=self.data_state,
+            saves=Saves(in_background=is_leader and settings.background, call=self.place.beside),
             step=self.steps[name],
             saved_step=self.steps[name] if self.state else None,
             epoch_ended=bool(self.state and self.state["epoch_ended"] and is_leader),

@@ -74,7 +74,7 @@ def test_H8_a_run_that_is_cancelled_in_a_save_keeps_the_save_before(
     world = make_world(tmp_path, settings, num_steps=9, save_every=1, eval_every=None)
     run = world.runs["a"]
 
-    async def cut(folder: Path) -> None:
+    async def cut(folder: Path, later: Any) -> None:
         if len(run.store.steps()) == 2:
             asyncio.get_running_loop().call_later(at, driving[0].cancel)
         await asyncio.sleep(1.0)

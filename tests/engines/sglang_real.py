@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -120,10 +121,13 @@ class Weights:
         self._outbox.dispose()
 
 
+known_model = functools.cache(tiny_model)
+
+
 def logprobs(seed: int, tokens: list[int], temperature: float = 1.0) -> list[float]:
     """Of each token given those before it, by the model of this seed; 0.0 for the first."""
     with torch.no_grad():
-        logits_TV = tiny_model(seed)(torch.tensor([tokens])).logits[0].double() / temperature
+        logits_TV = known_model(seed)(torch.tensor([tokens])).logits[0].double() / temperature
         table_TV = torch.log_softmax(logits_TV, -1)
     return [0.0, *(table_TV[t - 1, tokens[t]].item() for t in range(1, len(tokens)))]
 

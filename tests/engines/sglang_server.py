@@ -10,7 +10,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -225,9 +225,9 @@ def _refused(message: str) -> web.Response:
 
 
 @asynccontextmanager
-async def stand_in(**options: Any) -> AsyncIterator[StandIn]:
+async def stand_in(kind: Callable[..., Any] = StandIn, **options: Any) -> AsyncIterator[Any]:
     """A server of this event loop, on a free port of loopback."""
-    server = StandIn(**options)
+    server = kind(**options)
     app = web.Application(client_max_size=2**30)
     app.router.add_route("*", "/{path:.*}", server.handle)
     runner = web.AppRunner(app, shutdown_timeout=0.1, access_log=None)

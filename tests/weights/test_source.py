@@ -21,6 +21,7 @@ from paceline.weights.base import Meeting, Parcel, TensorInfo, Transport, Weight
 from paceline.weights.check import check_weights
 from paceline.weights.publish import publish
 from paceline.weights.receive import receive_into, receive_parcels
+from paceline.weights.settings import WeightCheckConfig
 from paceline.weights.shared_memory import PREFIX, ROOT
 from paceline.weights.source import LocalSource, Outbox
 from paceline.weights.tensors import checksums, named_tensors
@@ -235,7 +236,7 @@ class Told:
     def __init__(self, *differences: str) -> None:
         self.differences = list(differences)
 
-    async def holds(self, plan: WeightPlan) -> list[str]:
+    async def holds(self, plan: WeightPlan, check: WeightCheckConfig) -> list[str]:
         return self.differences
 
 
