@@ -38,8 +38,9 @@ from paceline.cluster.settings import ClusterConfig
 from paceline.engines.base import Request, Sampling
 from paceline.engines.http import JsonClient
 from paceline.engines.router import RoutedEngine
+from paceline.engines.served import Served
 from paceline.engines.server import HOST, PORT, ServerCommand
-from paceline.engines.sglang import Served, SGLangReplica
+from paceline.engines.sglang import SGLangReplica
 
 STUB = Path(__file__).with_name("driver_scale_stub.py")
 GROWTH = {"memory": 1.03, "open files": 1.1}

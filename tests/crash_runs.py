@@ -1,14 +1,15 @@
 """Kills a small run at its n-th event, resumes it, and prints what both left. Run by test_crash.
 
     python crash_runs.py FOLDER FIRST LAST STRIDE [--ppo | --distill | --two | --three] [--second]
-        [--foreground | --slow-disk]
+        [--foreground | --slow-disk] [--apart]
 
 An event is the begin or end of a phase, or an operation on files. Every run is a forked child, so
 that the libraries are loaded once. `--ppo` trains with a critic, which warms up over two steps,
 `--distill` from a loaded teacher. `--two` trains a solver and a verifier in joint episodes,
 `--three` one more with prompts of its own; both in the deterministic mode. `--second` kills the
 resumed run once more, at the same event. Saves go on in the background, unless `--foreground` is
-given; with `--slow-disk` each lasts over several phases of the run.
+given; with `--slow-disk` each lasts over several phases of the run. `--apart`: evals, whose scores
+wait for a save, come at every second save alone.
 """
 
 from __future__ import annotations
@@ -196,6 +197,9 @@ def run_file_text(options: Sequence[str]) -> str:
     text = _blocks(options)
     if "--foreground" in options:
         text = text.replace("[checkpoint]\n", "[checkpoint]\nbackground = false\n")
+    if "--apart" in options:
+        text = text.replace("num_epochs = 3\n", "num_steps = 7\n")
+        text = text.replace("[evals]\nevery = 2\n", "[evals]\nevery = 4\n")
     return text
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from trainer_rows import numbers
 
 from paceline.cluster.base import Rank, WorkerSpec
 from paceline.cluster.local import LocalGroup
@@ -166,7 +167,7 @@ class Hosts:
     def gradients(
         self, trainer: GroupTrainer, rows: Sequence[Row]
     ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-        metrics = self.run(trainer.forward_backward(Batch("policy", list(rows)))).values()
+        metrics = numbers(self.run(trainer.forward_backward(Batch("policy", list(rows)))))
         return metrics, self.ask("gradients")
 
     def ask(self, method: str, *values: Any) -> Any:

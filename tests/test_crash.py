@@ -57,10 +57,10 @@ def test_killed_at_some_events(tmp_path: Path, options: tuple[str, ...]) -> None
 
 @pytest.mark.timeout(300)
 def test_killed_at_some_events_while_a_slow_disk_writes(tmp_path: Path) -> None:
-    """A save lasts until the next one is due, so that every kill finds one under way."""
-    first, lines = crash(tmp_path / "slow", "11", "9999", "53", "--slow-disk")
+    """The next steps are sampled, learned from and written down before a checkpoint is there."""
+    first, lines = crash(tmp_path / "slow", "11", "9999", "61", "--slow-disk", "--apart")
     check(lines, 1)
-    stopped, lines = crash(tmp_path / "stopped", "5", "9999", "97", "--foreground")
+    stopped, lines = crash(tmp_path / "stopped", "5", "9999", "131", "--foreground", "--apart")
     check(lines, 1)
     assert stopped["expected"] == first["expected"]
 
@@ -123,8 +123,10 @@ def test_killed_twice(tmp_path: Path, options: tuple[str, ...]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1600)
-@pytest.mark.parametrize("option", ["--slow-disk", "--foreground"])
-def test_killed_at_many_events_of_either_way_to_save(tmp_path: Path, option: str) -> None:
-    _, lines = crash(tmp_path, "1", "9999", "5", option)
+@pytest.mark.parametrize("options", [("--slow-disk", "--apart"), ("--foreground",)])
+def test_killed_at_many_events_of_either_way_to_save(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    _, lines = crash(tmp_path, "1", "9999", "4", *options)
     assert len(lines) > 20
     check(lines, 1)

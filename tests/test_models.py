@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import safetensors.torch
@@ -14,6 +15,7 @@ from tiny import tiny_model, tiny_tokenizer
 from paceline.errors import ConfigError
 from paceline.models import (
     ModelConfig,
+    _progress_bars,
     eos_token_ids,
     export_model,
     fingerprint_differences,
@@ -180,3 +182,27 @@ def test_fingerprints_tell_what_differs():
     other = fingerprint_differences(own, {**own, "architecture": "X", "model_type": "qwen2"})
     assert other[0] == "architecture is 'LlamaForCausalLM' in the checkpoint and 'X' in the run"
     assert other[1] == "model_type is 'llama' in the checkpoint and 'qwen2' in the run"
+
+
+def test_progress_bars_stay_off_until_nobody_saves(tmp_path, capfd):
+    """Of two saves at the same time the first to end must not switch them on for the other."""
+    bars = transformers.utils.logging
+    was_on = bars.is_progress_bar_enabled()
+    bars.enable_progress_bar()
+    try:
+        with _progress_bars.off():
+            with _progress_bars.off():
+                pass
+            assert not bars.is_progress_bar_enabled()
+            export_model(tiny_model(), None, tmp_path / "inner")
+            assert not bars.is_progress_bar_enabled()
+        assert bars.is_progress_bar_enabled()
+        models = [tiny_model(seed=seed) for seed in range(4)]
+        with ThreadPoolExecutor(4) as pool:
+            for seed, model in enumerate(models):
+                pool.submit(export_model, model, None, tmp_path / str(seed))
+        assert bars.is_progress_bar_enabled()
+    finally:
+        if not was_on:
+            bars.disable_progress_bar()
+    assert "model shards" not in capfd.readouterr().err

@@ -13,6 +13,7 @@ from tiny import tiny_model
 from transformers import PreTrainedModel
 
 from paceline.algorithms.base import Credit, LossInputs, LossOutput, Scores
+from paceline.observe.metrics import Metrics
 from paceline.trainers.base import SingleTrainerConfig
 from paceline.trainers.optimizer import moments
 from paceline.trainers.single import SingleTrainer
@@ -136,11 +137,16 @@ def train(trainer: SingleTrainer, batches: Sequence[Sequence[Row]]) -> list[Step
     return asyncio.run(run())
 
 
+def numbers(metrics: Metrics) -> dict[str, float]:
+    """Without what says how fast and in how much memory they were computed."""
+    return {n: v for n, v in metrics.values().items() if not n.startswith(("time/", "perf/"))}
+
+
 def gradients(
     trainer: SingleTrainer, rows: Sequence[Row]
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Metrics and a copy of the gradients of one batch; the trainer keeps none."""
-    metrics = asyncio.run(trainer.forward_backward(Batch("policy", list(rows)))).values()
+    metrics = numbers(asyncio.run(trainer.forward_backward(Batch("policy", list(rows)))))
     found = {
         n: p.grad.clone() for n, p in trainer._core.model.named_parameters() if p.grad is not None
     }

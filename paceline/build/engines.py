@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 from paceline.build.parts import Text, model_settings
 from paceline.build.site import Site, engine_name
@@ -17,6 +18,7 @@ from paceline.engines.base import (
 from paceline.engines.embedded import EmbeddedEngine
 from paceline.engines.sglang_open import open_sglang
 from paceline.engines.turns import Turns
+from paceline.engines.vllm_open import open_vllm
 from paceline.trainers.base import SingleTrainerConfig
 from paceline.weights.base import BUCKET_BYTES, Transport, WeightPlan
 
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from transformers import PreTrainedModel
+
+
+Served = TypeVar("Served", bound=ServedEngineConfig)
 
 
 async def open_engine(
@@ -48,21 +53,25 @@ async def open_engine(
             )
             site.disposer.add(engine_name(policy), embedded.aclose)
             return embedded
-        case SGLangEngineConfig() as config:
-            served = await open_sglang(
-                config.model_copy(update={"weights": transport}),
-                model_settings(run_file, weights),
-                text.tokenizer,
-                policy=policy,
-                launch=site.launcher(policy),
-                folder=site.logs,
-                seed=run_file.run.seed,
-                moves_memory=run_file.memory.order != "none",
-            )
-            site.disposer.add(engine_name(policy), served.aclose)
-            return served
-        case VLLMEngineConfig():
-            raise NotImplementedError
+        case SGLangEngineConfig() as sglang:
+            open_served = partial(open_sglang, _over(sglang, transport))
+        case VLLMEngineConfig() as vllm:
+            open_served = partial(open_vllm, _over(vllm, transport))
+    served = await open_served(
+        model_settings(run_file, weights),
+        text.tokenizer,
+        policy=policy,
+        launch=None if run_file.engine.urls else site.launcher(policy),
+        folder=site.logs,
+        seed=run_file.run.seed,
+        moves_memory=run_file.memory.order != "none",
+    )
+    site.disposer.add(engine_name(policy), served.aclose)
+    return served
+
+
+def _over(config: Served, transport: Transport) -> Served:
+    return config.model_copy(update={"weights": transport})
 
 
 def make_engine(

@@ -120,7 +120,7 @@ class Joint:
         """
         name, waited_s = run.policy.name, self.gate.waited_s
         run.board.enter(name, "waiting for the others to come to rest")
-        await run.saves.settle()
+        await steps.settle_save(run)
         if self.is_deterministic:
             await self._all_wait_for_leader()
         async with self.gate.exclusive(by=name):

@@ -161,7 +161,7 @@ async def end(run: Run) -> None:
             "the run ended without a single update: the prompts gave no group to train on"
         )
     _warn_of_idle(run)
-    await run.saves.settle()
+    await settle_save(run)
     if run.is_save_due(run.step) and (run.saved_step != run.step or _has_moved(run)):
         await save(run, run.step)
     if run.is_eval_due(run.step) and run.evaluated_step != run.step:
@@ -199,13 +199,21 @@ def _warn_of_idle(run: Run) -> None:
             run.recorder.event("idle", policy=name)
 
 
+async def settle_save(run: Run) -> None:
+    """Wait for the save in the background, if there is one; it counts as a phase of the step."""
+    if not run.saves.is_idle:
+        with _phase(run, "save", "waiting for the save before"):
+            await run.saves.settle()
+    await run.saves.settle()
+
+
 async def save(run: Run, step: int) -> None:
     """Models, then the data cursor, then the run state; the store's rename is the commit.
 
     With several policies no weights may change meanwhile: the caller holds the gate. Waits for the
     save before. Unless it is the last one, a save in the background waits for copies alone.
     """
-    await run.saves.settle()
+    await settle_save(run)
     run.save_request.serve()
     goes_on = run.saves.in_background and not run.is_last(step)
     waits_for_eval = step > run.step and run.is_eval_due(step)
@@ -294,7 +302,7 @@ async def _evaluate(run: Run, step: int) -> None:
             results += await run.evals.drain()  # ends: by the time that a point may take
     run.evaluated_step = step
     if results:
-        await run.saves.settle()  # a score belongs to a checkpoint that is there
+        await settle_save(run)  # a score belongs to a checkpoint that is there
     newest = {result.name: result.step for result in sorted(results, key=lambda r: r.step)}
     for at in sorted({result.step for result in results}):
         of_step = [result for result in results if result.step == at]

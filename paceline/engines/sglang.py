@@ -8,18 +8,16 @@ spreads requests over them.
 from __future__ import annotations
 
 import asyncio
-import itertools
-import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
-from paceline.engines.base import Completion, Part, Request
+from paceline.engines.answers import end_at_stop_text
+from paceline.engines.base import Completion, CutSignal, Part, Request
 from paceline.engines.http import JsonClient, RefusedError
+from paceline.engines.open_requests import OpenRequests
+from paceline.engines.served import Served
 from paceline.engines.sglang_answers import (
     completion,
-    end_at_stop_text,
     sampling_params,
     scores,
 )
@@ -27,46 +25,13 @@ from paceline.engines.sglang_weights import SGLangWeights
 from paceline.errors import EngineError
 from paceline.weights.base import PauseMode
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 CONTROL_S = 60.0
 """Seconds for a short command, such as a pause."""
 CHECK_S = 15.0
-ABORT_AGAIN_S = 0.5
-"""A server forgets the abort of a request that has not come to it yet."""
 CACHE_S = 600.0
 """Seconds for moving memory of a large model."""
 TAGS: dict[Part, str] = {"weights": "weights", "kv_cache": "kv_cache", "graphs": "cuda_graph"}
 PAUSED = "the engine was paused in mode abort"
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """What is known of the servers of one engine."""
-
-    policy: str
-    eos_token_ids: frozenset[int]
-    max_context: int
-    """Most tokens of prompt plus answer."""
-    vocab_size: int
-    tokenizer: PreTrainedTokenizerBase | None
-    request_timeout_s: float
-    update_timeout_s: float = 600.0
-    """Seconds that one part of new weights may take."""
-    moves_memory: bool = False
-    """Whether servers can give memory back: they run on a GPU and were started for it."""
-    num_devices: int = 1
-    compares: bool = False
-    """Whether servers that are started here can compare their weights, on a GPU, and begin with
-    those that the trainer begins with."""
-
-
-@dataclass(slots=True, eq=False)
-class _Open:
-    is_over: asyncio.Event
-    is_ended: bool = False
-    """By a pause of mode abort."""
 
 
 class SGLangReplica:
@@ -88,10 +53,7 @@ class SGLangReplica:
             takes_pickles=is_ours,
             compares=served.compares and is_ours,
         )
-        self._prefix, self._numbers = uuid.uuid4().hex[:12], itertools.count()
-        self._open: dict[str, _Open] = {}
-        """Requests at the server, by id."""
-        self._idle = asyncio.Event()
+        self._open = OpenRequests(client, self._abort)
         self._longest_prompt = served.max_context
 
     async def look(self) -> None:
@@ -111,7 +73,7 @@ class SGLangReplica:
             )
 
     async def generate(self, request: Request) -> Completion:
-        limit = self._limit(request)
+        limit = self._served.room(request, self._longest_prompt)
         if limit < 1 or (request.cut is not None and request.cut.is_set):
             return Completion([], [], [], "length")
         sampling, version = request.sampling, self.weights.held
@@ -126,7 +88,7 @@ class SGLangReplica:
                 end_ids=self._served.eos_token_ids,
             ),
         }
-        answer, is_ended = await self._generate(body, request)
+        answer, is_ended = await self._generate(body, request.cut)
         made = completion(answer, version=version)
         if is_ended and made.finish == "abort":
             made.can_go_on, made.cause = True, PAUSED
@@ -146,7 +108,7 @@ class SGLangReplica:
                 f"SGLang gives the log-probs of a prompt at temperature 1 only, not at "
                 f"{temperature:g}: let the trainer score (Trainer.forward)"
             )
-        self._check(tokens, "sequence to score")
+        self._served.check(tokens, "sequence to score")
         if len(tokens) > self._longest_prompt:
             raise EngineError(
                 f"the sequence to score has {len(tokens)} tokens, and the server takes "
@@ -157,7 +119,7 @@ class SGLangReplica:
             "sampling_params": {"max_new_tokens": 0, "temperature": 0},
             "logprob_start_len": 0,
         }
-        answer, _ = await self._generate(body, None)
+        answer, _ = await self._generate(body)
         return scores(answer, tokens)
 
     async def check(self) -> None:
@@ -189,95 +151,39 @@ class SGLangReplica:
             tags = sorted(TAGS[part] for part in parts)
             await self._control("/resume_memory_occupation", {"tags": tags}, CACHE_S)
 
-    def _check(self, tokens: Sequence[int], what: str) -> None:
-        """A token that the model does not know would end some servers."""
-        if not tokens:
-            raise EngineError(f"the {what} is empty: a model needs one token to go on from")
-        lowest, highest = min(tokens), max(tokens)
-        if lowest < 0 or highest >= self._served.vocab_size:
-            raise EngineError(
-                f"the {what} has token ids from {lowest} to {highest}, and the model knows 0 to "
-                f"{self._served.vocab_size - 1}: is the tokenizer another model's?"
-            )
-
-    def _limit(self, request: Request) -> int:
-        """Most new tokens; below 1 if the context has no room for one."""
-        prompt = len(request.tokens)
-        self._check(request.tokens, "prompt")
-        if prompt > self._served.max_context:
-            raise EngineError(
-                f"the prompt has {prompt} tokens, and the context holds "
-                f"{self._served.max_context}: shorten it, filter it out, or raise "
-                "`engine.max_context` as far as the model allows"
-            )
-        if prompt > self._longest_prompt:
-            return 0
-        room = self._served.max_context - prompt
-        return min(request.sampling.max_tokens - request.num_sampled, room)
-
-    async def _generate(self, body: dict[str, Any], request: Request | None) -> tuple[Any, bool]:
+    async def _generate(
+        self, body: dict[str, Any], cut: CutSignal | None = None
+    ) -> tuple[Any, bool]:
         """The answer, and whether a pause ended it. However the wait ends, nothing goes on at the
         server."""
-        rid = f"{self._prefix}-{next(self._numbers)}"
+        rid = self._open.new_id()
         body |= {"rid": rid, "return_logprob": True, "stream": False}
         if (salt := self.weights.salt) is not None:
             body["extra_key"] = salt
-        own = self._open[rid] = _Open(asyncio.Event())
-        self._idle.clear()
+        answer = self._client.request(
+            self.name, "/generate", body, timeout_s=self._served.request_timeout_s
+        )
         try:
-            with self._cutting(rid, request):
-                answer = await self._client.request(
-                    self.name, "/generate", body, timeout_s=self._served.request_timeout_s
-                )
-                return answer, own.is_ended
+            return await self._open.run(rid, cut, answer)
         except RefusedError as error:
             raise EngineError(f"{self.name} refused a request: {error.text}") from None
-        except BaseException:
-            self._client.leave(self._abort(rid))
-            raise
-        finally:
-            own.is_over.set()
-            del self._open[rid]
-            if not self._open:
-                self._idle.set()
-
-    @contextmanager
-    def _cutting(self, rid: str, request: Request | None) -> Iterator[None]:
-        """End the answer at the server when its request is cut."""
-        if request is None or request.cut is None:
-            yield
-            return
-        tasks: list[asyncio.Task[None]] = []
-        with request.cut.listening(lambda: tasks.append(self._client.leave(self._end(rid)))):
-            try:
-                yield
-            finally:
-                for task in tasks:
-                    task.cancel()
-
-    async def _end(self, rid: str) -> None:
-        """Abort until the answer is there."""
-        while (own := self._open.get(rid)) is not None:
-            await self._abort(rid)
-            await _within(own.is_over, ABORT_AGAIN_S)
 
     async def _end_all(self) -> None:
         """Abort all that this replica was asked for, until it has answered."""
         if self._open:
             # What is paused can not end.
             await self._control("/continue_generation", {})
-        while self._open:
-            for own in self._open.values():
-                own.is_ended = True
-            if self._is_ours:
-                await self._control("/abort_request", {"rid": "", "abort_all": True})
-            else:
-                # ends: each by its time limit
-                await asyncio.gather(*(self._abort(rid) for rid in list(self._open)))
-            await _within(self._idle, ABORT_AGAIN_S)
+        # What others ask of a server that is not ours goes on.
+        await self._open.end_all(self._abort_everything if self._is_ours else None)
 
-    async def _abort(self, rid: str) -> None:
-        await self._control("/abort_request", {"rid": rid, "abort_all": False})
+    async def _abort_everything(self, rids: Sequence[str]) -> None:
+        await self._control("/abort_request", {"rid": "", "abort_all": True})
+
+    async def _abort(self, rids: Sequence[str]) -> None:
+        # ends: each by its time limit
+        await asyncio.gather(
+            *(self._control("/abort_request", {"rid": r, "abort_all": False}) for r in rids)
+        )
 
     async def _control(self, path: str, body: dict[str, Any], timeout_s: float = CONTROL_S) -> Any:
         try:
@@ -296,11 +202,3 @@ class SGLangReplica:
             return await self._client.request(self.name, paths[-1], timeout_s=CHECK_S)
         except RefusedError as error:
             raise EngineError(str(error)) from None
-
-
-async def _within(event: asyncio.Event, timeout_s: float) -> None:
-    try:
-        async with asyncio.timeout(timeout_s):
-            await event.wait()
-    except TimeoutError:
-        pass

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from paceline.engines.answers import versions
 from paceline.engines.base import Completion, Finish, Sampling
 from paceline.errors import EngineError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 MOST_REPEATED = 2.0
 """SGLang's highest repetition penalty."""
@@ -79,67 +77,12 @@ def completion(answer: Any, *, version: int) -> Completion:
     return Completion(
         tokens,
         logprobs,
-        versions(meta, len(tokens), version),
+        versions(meta.get("weight_versions"), len(tokens), version),
         finish,
         stop=reason.get("matched") if finish == "stop" else None,
         cause=str(reason.get("message") or kind) if finish == "abort" else None,
         metrics=_metrics(meta),
     )
-
-
-def versions(meta: dict[str, Any], count: int, version: int) -> list[int]:
-    """One for each new token. Servers before 0.5.20 name one version for all, that at the end:
-    `version`, known at the start, is then what the oldest token has."""
-    spans = meta.get("weight_versions")
-    if not spans:
-        return [version] * count
-    found = [version] * count
-    for span in spans:
-        named = number_of(span["version"])
-        if named is not None:
-            start, end = int(span["start"]), min(int(span["end"]), count)
-            found[start:end] = [named] * (end - start)
-            if span is spans[-1]:
-                found[end:] = [named] * (count - end)
-    return found
-
-
-def number_of(version: Any) -> int | None:
-    """Paceline's versions are numbers; a server that got none from us has a word instead."""
-    try:
-        return int(version)
-    except (TypeError, ValueError):
-        return None
-
-
-def end_at_stop_text(
-    made: Completion,
-    stop: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
-    before: Sequence[int] = (),
-) -> None:
-    """End the answer with the token that completes the first stop text.
-
-    before: tokens of the answer that were sampled earlier. The server looks at new tokens alone,
-    and at no more of them than the stop text has when it is encoded by itself.
-    """
-    window = max(len(text.encode()) for text in stop) + 4
-    start = list(before)[-window:]
-
-    def found(count: int) -> str | None:
-        # Any stop text within the first `count` tokens: it can not end in `before`.
-        text = tokenizer.decode(start + made.tokens[:count], skip_special_tokens=False)
-        places = [(place, s) for s in stop if (place := text.find(s)) >= 0]
-        return min(places)[1] if places else None
-
-    if found(len(made.tokens)) is None:
-        return
-    low, high = 1, len(made.tokens)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if found(middle) is not None else (middle + 1, high)
-    del made.tokens[low:], made.logprobs[low:], made.versions[low:]
-    made.finish, made.stop, made.cause = "stop", found(low), None
 
 
 def scores(answer: Any, tokens: Sequence[int]) -> list[float]:

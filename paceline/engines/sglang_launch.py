@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
+from paceline.engines.arguments import flags_of, refuse_own
 from paceline.engines.base import SGLangEngineConfig
+from paceline.engines.served import resolved
 from paceline.engines.server import HOST, PORT, ServerCommand
 from paceline.errors import ConfigError
 from paceline.models import ModelConfig
@@ -49,8 +50,6 @@ DEFAULTS = {
 }
 """What may be given in another way in `engine.extra_arguments`."""
 DEFAULTS_OF_ALL = {"--grammar-backend": "none", "--log-level-http": "warning"}
-SHORTEST_PREFIX = 6
-"""`--mem-f` is understood as `--mem-fraction-static` by the server; `--tp` is a name of its own."""
 
 
 def sglang_command(
@@ -94,7 +93,7 @@ def sglang_command(
         argv += ["--enable-memory-saver"]
     if api_key is not None:
         argv += ["--api-key", api_key]
-    given = {_flag(argument) for argument in config.extra_arguments}
+    given = set(flags_of(config.extra_arguments))
     for flag, value in {**DEFAULTS[device], **DEFAULTS_OF_ALL}.items():
         if flag not in given:
             argv += [flag, value]
@@ -110,14 +109,9 @@ def sglang_command(
 
 def check_extra_arguments(extra: Sequence[str]) -> None:
     """Raise ConfigError for what is set elsewhere, or would break the coupling with the trainer."""
-    flags = [_flag(argument) for argument in extra if argument.startswith("--")]
+    flags = flags_of(extra)
+    refuse_own(flags, OWN_ARGUMENTS)
     for flag in flags:
-        own = next((o for o in OWN_ARGUMENTS if _means(flag, o)), None)
-        if own is not None:
-            raise ConfigError(
-                f"engine.extra_arguments: {flag} is not to be set there, but by "
-                f"{OWN_ARGUMENTS[own]}"
-            )
         if flag in DATA_PARALLEL and "--enable-dp-attention" not in flags:
             raise ConfigError(
                 f"engine.extra_arguments: {flag} is for attention only (--enable-dp-attention); "
@@ -136,18 +130,3 @@ def server_env(device: str, extra: Mapping[str, str]) -> dict[str, str]:
         # Otherwise SGLang takes the machine for one with another accelerator.
         env["SGLANG_USE_CPU_ENGINE"] = "1"
     return {**env, **extra}
-
-
-def resolved(named: str) -> str:
-    """A folder's whole path: the server may have another working directory. Or a model id."""
-    folder = Path(named).expanduser()
-    return str(folder.resolve()) if folder.is_dir() else named
-
-
-def _flag(argument: str) -> str:
-    return argument.partition("=")[0]
-
-
-def _means(flag: str, own: str) -> bool:
-    """True if the server reads the flag as `own`, or may do so."""
-    return flag == own or (len(flag) > SHORTEST_PREFIX and own.startswith(flag))

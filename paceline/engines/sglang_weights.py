@@ -15,8 +15,9 @@ import asyncio
 import logging
 from typing import Any
 
+from paceline.engines.answers import number_of
+from paceline.engines.handed import own_handles
 from paceline.engines.http import JsonClient, RefusedError
-from paceline.engines.sglang_answers import number_of
 from paceline.engines.sglang_check import SGLangCheck
 from paceline.errors import WeightError
 from paceline.weights.base import Meeting, Parcel, TensorInfo, Transport
@@ -127,19 +128,7 @@ class SGLangWeights:
                 f"{self._named}: transport `handles` sends pickles, which go to servers only that "
                 'were started here; set engine.weights = "collective" or "disk"'
             )
-        given, first = parcel.handles, self._first_device
-        if not given:
-            raise WeightError(f"{self._named}: a parcel of transport `handles` has none")
-        if len(given) == 1:
-            own = list(given) * self.num_devices
-        elif len(given) >= first + self.num_devices:
-            own = list(given[first : first + self.num_devices])
-        else:
-            raise WeightError(
-                f"{self._named} stands on devices {first} to {first + self.num_devices - 1}, and "
-                f"the trainer on {len(given)}: they do not share devices; set engine.weights = "
-                '"collective"'
-            )
+        own = own_handles(parcel, self._first_device, self.num_devices, self._named)
         return {"serialized_named_tensors": own, "load_format": None, "flush_cache": False}
 
     def _received(self, parcel: Parcel) -> dict[str, Any]:

@@ -18,14 +18,22 @@ from paceline.trainers.recompute import decoder_layers, replaced
 if TYPE_CHECKING:
     from torch import nn
 
+Call = Callable[..., Any]
+
+
+def compiled(forward: Call) -> Call:
+    """For shapes of all kinds: rows are as long as their answers, and every new shape costs."""
+    made: Call = torch.compile(forward, dynamic=True)
+    return made
+
 
 class CompiledLayers:
     """The decoder layers of some models; each is compiled when it is first used."""
 
-    def __init__(self, models: Sequence[nn.Module], compiler: Any = torch.compile) -> None:
+    def __init__(self, models: Sequence[nn.Module], compiler: Any = compiled) -> None:
         """compiler: makes another function of a forward."""
         self._layers = [layer for model in models for layer in decoder_layers(model, "compile")]
-        self._forwards: list[Callable[..., Any]] = [compiler(one.forward) for one in self._layers]
+        self._forwards: list[Call] = [compiler(one.forward) for one in self._layers]
 
     @contextmanager
     def active(self) -> Iterator[None]:

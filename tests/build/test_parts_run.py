@@ -8,23 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from engines.sglang_real import sglang_python
+from engines.sglang_real import sglang_options
 from recorded_runs import train_run
 from safetensors.torch import load_file
 
 from paceline.build.replay import replay
 
 FSDP = ("trainer.kind=fsdp", "trainer.ranks=2", "weight_check.when=always")
-def sglang_options() -> tuple[str, ...]:
-    return (
-        "engine.kind=sglang",
-        f"engine.python={sglang_python()}",
-        "engine.device=cpu",
-        "engine.kv_cache_tokens=4096",
-        "engine.max_running=16",
-        'engine.env={HF_HUB_OFFLINE = "1", OMP_NUM_THREADS = "1"}',
-    )
-
 
 TWO = """
 [policies.policy]

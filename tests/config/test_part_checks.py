@@ -36,6 +36,12 @@ def problems(folder: Path, text: str) -> str:
         ),
         ('[engine]\nkind = "vllm"\nurls = ["a:1"]', r"engine.urls.* found 'a:1', allowed"),
         ('[engine]\nkind = "vllm"\nurls = ["http://a", "http://a"]', r"engine.urls .*twice"),
+        (
+            '[engine]\ndtype = "bfloat16"\n[weight_check]\nwhen = "first"',
+            r'weight_check.when .*engine.dtype = "bfloat16" rounds: set weight_check.tolerance',
+        ),
+        ("[weight_check]\ntolerance = -1.0", r"weight_check.tolerance"),
+        ('[weight_check]\nskip = [""]', r"weight_check.skip"),
         ('[cluster]\nruntime = "ray"', r'cluster.runtime .*: "ray" has nothing to run'),
         ('[engine]\nkind = "sglang"\nmax_batch = 4', r"max_batch.* belongs to kind 'embedded'"),
     ],
@@ -58,3 +64,17 @@ def test_a_policy_has_an_engine_of_its_own_kind(tmp_path: Path) -> None:
     run_file = load_run_file(write_project(tmp_path, VALID + text))
     assert [run_file.view(name).engine.kind for name in ("a", "b")] == ["sglang", "embedded"]
     assert run_file.view("a").engine.max_running == 4  # type: ignore[union-attr]
+
+
+def test_each_policy_has_a_weight_check_of_its_own(tmp_path: Path) -> None:
+    text = (
+        '[rollout]\nenv = "e.py:make"\n[weight_check]\nwhen = "always"\nskip = ["*norm*"]\n'
+        "[policies.a]\n[policies.b]\nweight_check.tolerance = 0.05\n"
+    )
+    (tmp_path / "e.py").write_text("def make():\n    pass\n")
+    run_file = load_run_file(write_project(tmp_path, VALID + text))
+    checks = [run_file.view(name).weight_check for name in ("a", "b")]
+    assert [(c.when, c.skip, c.tolerance) for c in checks] == [
+        ("always", ("*norm*",), 0.0),
+        ("always", ("*norm*",), 0.05),
+    ]

@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engines.sglang_real import real_engine
+from engines import sglang_real, vllm_real
+from engines.sglang_real import logprobs
 from tiny import tiny_model, tiny_tokenizer
 
 from paceline.engines.base import EmbeddedEngineConfig
@@ -29,6 +30,7 @@ from paceline.weights.source import LocalSource, Outbox
 EOS = 1
 CONTEXT = 128
 NAMES = [name for name, _ in tiny_model().named_parameters()]
+"""Of tensors, whatever the shape."""
 
 
 @asynccontextmanager
@@ -53,6 +55,8 @@ class Maker:
     scores_at_temperatures: bool = True
     is_seeded: bool = True
     """Equal seeds and weights give equal answers, whatever else is asked for."""
+    shape: dict[str, Any] = field(default_factory=dict)
+    """Of the tiny model, where it is not the usual one."""
 
 
 def server_marks(group: str) -> tuple[pytest.MarkDecorator, ...]:
@@ -62,7 +66,16 @@ def server_marks(group: str) -> tuple[pytest.MarkDecorator, ...]:
 MAKERS = {
     "embedded": Maker(embedded),
     "sglang": Maker(
-        real_engine, server_marks("sglang"), scores_at_temperatures=False, is_seeded=False
+        sglang_real.real_engine,
+        server_marks("sglang"),
+        scores_at_temperatures=False,
+        is_seeded=False,
+    ),
+    "vllm": Maker(
+        vllm_real.real_engine,
+        server_marks("vllm"),
+        scores_at_temperatures=False,
+        shape=vllm_real.SHAPE,
     ),
 }
 MAKER_PARAMS = [pytest.param(maker, marks=maker.marks, id=name) for name, maker in MAKERS.items()]
@@ -72,7 +85,7 @@ class Sender:
     """Publishes the tiny model of a seed, if asked to with a fault on the way."""
 
     def __init__(self) -> None:
-        self.model = tiny_model()
+        self.model: Any = None
         self._outboxes: list[Outbox] = []
 
     async def send(self, plan: WeightPlan) -> WeightPlan:
@@ -151,6 +164,10 @@ class Subject:
 
         return self.runner.run(bounded())
 
+    def logprobs(self, seed: int, tokens: list[int], temperature: float = 1.0) -> list[float]:
+        """What the model of this seed says of each token; 0.0 for the first."""
+        return logprobs(seed, tokens, temperature, **self.maker.shape)
+
     async def publish(
         self,
         seed: int,
@@ -161,7 +178,7 @@ class Subject:
     ) -> int:
         """The next version; weights are compared, unless `check.when` is `never`."""
         sender, version = sender or Sender(), self.engine.version + 1
-        sender.model = tiny_model(seed)
+        sender.model = tiny_model(seed, **self.maker.shape)
         plan = WeightPlan("policy", version, "handles", bucket_bytes=20_000)
         try:
             await publish(

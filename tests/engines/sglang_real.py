@@ -47,6 +47,18 @@ def config(**changes: Any) -> SGLangEngineConfig:
     return SGLangEngineConfig(**(settings | changes))
 
 
+def sglang_options() -> tuple[str, ...]:
+    """Keys of a run file, for servers that the run starts."""
+    return (
+        "engine.kind=sglang",
+        f"engine.python={sglang_python()}",
+        "engine.device=cpu",
+        "engine.kv_cache_tokens=4096",
+        "engine.max_running=16",
+        'engine.env={HF_HUB_OFFLINE = "1", OMP_NUM_THREADS = "1"}',
+    )
+
+
 @asynccontextmanager
 async def real_engine(folder: Path, **changes: Any) -> AsyncIterator[RoutedEngine]:
     """Of the tiny model with seed 0."""
@@ -69,9 +81,10 @@ async def real_engine(folder: Path, **changes: Any) -> AsyncIterator[RoutedEngin
 class RealServer:
     """An engine that lives in an event loop of its own, for several tests."""
 
-    def __init__(self, folder: Path, **changes: Any) -> None:
+    def __init__(self, folder: Path, open_engine: Any = None, **changes: Any) -> None:
+        """open_engine: another one than `real_engine`."""
         self.runner = asyncio.Runner()
-        self.context = real_engine(folder, **changes)
+        self.context = (open_engine or real_engine)(folder, **changes)
         self.engine = self.runner.run(self.context.__aenter__())
         self.folder = folder
 
@@ -90,8 +103,10 @@ class RealServer:
 class Weights:
     """The sending end of a trainer that holds a tiny model."""
 
-    def __init__(self, folder: Path) -> None:
-        self.model = tiny_model()
+    def __init__(self, folder: Path, **shape: int) -> None:
+        """shape: of the tiny model."""
+        self._shape = shape
+        self.model = tiny_model(**shape)
         self._folder = folder
         self._outbox = Outbox(
             lambda: [(n, p.detach()) for n, p in self.model.named_parameters()],
@@ -101,7 +116,7 @@ class Weights:
 
     def become(self, seed: int) -> None:
         """Learn, so to speak."""
-        self.model.load_state_dict(tiny_model(seed).state_dict())
+        self.model.load_state_dict(tiny_model(seed, **self._shape).state_dict())
 
     def plan(self, version: int, transport: Transport) -> WeightPlan:
         plan = WeightPlan(
@@ -124,10 +139,12 @@ class Weights:
 known_model = functools.cache(tiny_model)
 
 
-def logprobs(seed: int, tokens: list[int], temperature: float = 1.0) -> list[float]:
+def logprobs(seed: int, tokens: list[int], temperature: float = 1.0, **shape: int) -> list[float]:
     """Of each token given those before it, by the model of this seed; 0.0 for the first."""
     with torch.no_grad():
-        logits_TV = known_model(seed)(torch.tensor([tokens])).logits[0].double() / temperature
+        logits_TV = (
+            known_model(seed, **shape)(torch.tensor([tokens])).logits[0].double() / temperature
+        )
         table_TV = torch.log_softmax(logits_TV, -1)
     return [0.0, *(table_TV[t - 1, tokens[t]].item() for t in range(1, len(tokens)))]
 

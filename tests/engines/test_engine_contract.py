@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from engines.contract import CONTEXT, EOS, MAKER_PARAMS, NAMES, Faulty, Subject
-from engines.sglang_real import logprobs
 from tiny import tiny_tokenizer
 
 from paceline.engines.base import Completion, CutSignal, Request, Sampling
@@ -17,8 +18,8 @@ from paceline.weights.base import WeightPlan
 from paceline.weights.settings import WeightCheckConfig
 
 ENDLESS = {"ignore_eos": True}
-DELAYS_S = (0.05, 0.2, 0.1, 0.02, 0.4, 0.01, 0.8)
-"""Tried until one of them meets an answer under way: engines are quick or slow."""
+SHARES = (0.5, 0.3, 0.7, 0.15, 0.4, 0.05, 0.6, 0.2, 0.0, 0.8, 0.1, 0.35)
+"""Of the time that answers take: tried until one of them meets an answer under way."""
 EVERYTHING: Any = frozenset({"weights", "kv_cache", "graphs"})
 CHECKED = WeightCheckConfig(when="always")
 
@@ -46,16 +47,26 @@ def assert_columns(made: Completion) -> None:
     assert all(value <= 0 for value in made.logprobs)
 
 
-def assert_logprobs(seed: int, asked: Request, made: Completion) -> None:
+def assert_logprobs(subject: Subject, seed: int, asked: Request, made: Completion) -> None:
     """What the engine says of its answer is what the model of this seed says, in float32."""
     assert_columns(made)
     tokens = [*asked.tokens, *made.tokens]
-    expected = logprobs(seed, tokens, asked.sampling.temperature or 1.0)[len(asked.tokens) :]
+    expected = subject.logprobs(seed, tokens, asked.sampling.temperature or 1.0)[
+        len(asked.tokens) :
+    ]
     assert made.logprobs == pytest.approx(expected, abs=1e-4)
 
 
-def most_likely(seed: int, tokens: list[int]) -> int:
-    return max(range(64), key=lambda token: logprobs(seed, [*tokens, token])[-1])
+def most_likely(subject: Subject, tokens: list[int]) -> int:
+    return max(range(64), key=lambda token: subject.logprobs(subject.seed, [*tokens, token])[-1])
+
+
+def delays_s(subject: Subject, asked: list[Request]) -> Iterator[float]:
+    """Engines are quick or slow."""
+    for share in SHARES:
+        start = time.perf_counter()
+        subject.run(answers(subject, asked))
+        yield share * (time.perf_counter() - start)
 
 
 # Answers
@@ -68,7 +79,7 @@ def test_log_probs_are_those_of_the_sampling_temperature(
     asked = [ask(seed=i, temperature=temperature) for i in range(8)]
     made = subject.run(answers(subject, asked))
     for question, answer in zip(asked, made, strict=True):
-        assert_logprobs(subject.seed, question, answer)
+        assert_logprobs(subject, subject.seed, question, answer)
         assert answer.versions == [subject.engine.version] * len(answer.tokens)
         assert answer.finish == ("stop" if EOS in answer.tokens else "length")
         assert answer.stop == (EOS if EOS in answer.tokens else None)
@@ -80,10 +91,10 @@ def test_greedy_answers_take_the_most_likely_token(subject: Subject) -> None:
     asked = ask(temperature=0.0, **ENDLESS)
     first, second = (subject.run(subject.engine.generate(asked)) for _ in range(2))
     assert first.tokens == second.tokens
-    assert_logprobs(subject.seed, asked, first)
+    assert_logprobs(subject, subject.seed, asked, first)
     for place in (0, 5, 11):
         before = [*asked.tokens, *first.tokens[:place]]
-        assert first.tokens[place] == most_likely(subject.seed, before)
+        assert first.tokens[place] == most_likely(subject, before)
 
 
 def test_equal_seeds_give_equal_answers(subject: Subject) -> None:
@@ -100,55 +111,56 @@ def test_no_more_tokens_than_asked_for(subject: Subject, count: int) -> None:
     asked = ask(count, **ENDLESS)
     made = subject.run(subject.engine.generate(asked))
     assert (len(made.tokens), made.finish, made.stop) == (count, "length", None)
-    assert_logprobs(subject.seed, asked, made)
+    assert_logprobs(subject, subject.seed, asked, made)
 
 
 def test_tokens_that_end_an_answer_stay_in_it(subject: Subject) -> None:
-    plain = subject.run(subject.engine.generate(ask(20, temperature=0.0, **ENDLESS)))
-    token = plain.tokens[5]
-    end = plain.tokens.index(token) + 1
-    asked = ask(20, temperature=0.0, stop_token_ids=(token,))
-    made = subject.run(subject.engine.generate(asked))
-    if EOS not in plain.tokens[:end]:
-        assert made.tokens == plain.tokens[:end]
-        assert (made.finish, made.stop) == ("stop", token)
-    assert_logprobs(subject.seed, asked, made)
-    # Ignoring the end tokens ignores these as well.
-    asked = ask(20, temperature=0.0, stop_token_ids=(token,), **ENDLESS)
-    assert subject.run(subject.engine.generate(asked)).tokens == plain.tokens
+    ends = (7, 20, 33, 46, 59)
+    asked = [ask(40, seed=i, stop_token_ids=ends) for i in range(16)]
+    made = subject.run(answers(subject, asked))
+    for question, answer in zip(asked, made, strict=True):
+        assert_logprobs(subject, subject.seed, question, answer)
+        assert not {EOS, *ends} & set(answer.tokens[:-1])
+        if answer.finish == "stop":
+            assert answer.stop == answer.tokens[-1]
+            assert answer.stop in (EOS, *ends)
+        else:
+            assert (answer.finish, answer.stop, len(answer.tokens)) == ("length", None, 40)
+    assert {answer.stop for answer in made} & set(ends)
+    # Whoever ignores the model's end tokens ignores these as well.
+    ignoring = ask(40, stop_token_ids=tuple(range(64)), **ENDLESS)
+    assert len(subject.run(subject.engine.generate(ignoring)).tokens) == 40
 
 
 def test_a_text_that_ends_an_answer_stays_in_it_with_its_tokens(subject: Subject) -> None:
-    for seed in range(20):
-        plain = subject.run(subject.engine.generate(ask(30, seed=seed, temperature=0.0)))
-        if found := text_of_two_tokens(plain.tokens):
-            break
-    text, end = found
-    asked = ask(30, seed=seed, temperature=0.0, stop=("never said", text, text + "later"))
-    made = subject.run(subject.engine.generate(asked))
-    assert (made.tokens, made.finish, made.stop) == (plain.tokens[:end], "stop", text)
-    assert_logprobs(subject.seed, asked, made)
-
-
-def text_of_two_tokens(tokens: list[int]) -> tuple[str, int] | None:
-    """Said for the first time by them, and where they end."""
+    """Texts of two tokens each: the second one completes it."""
     decode = tiny_tokenizer().decode
-    for end in range(3, len(tokens)):
-        text = decode(tokens[end - 2 : end])
-        if len(text) == 2 and text not in decode(tokens[: end - 1]):
-            return text, end
-    return None
+    # None of them is in the names of special tokens.
+    texts = tuple(one + two for one in "02468bcfg" for two in "13579hijlm")
+    asked = [ask(40, seed=i, temperature=2.0, stop=texts) for i in range(24)]
+    made = subject.run(answers(subject, asked))
+    for question, answer in zip(asked, made, strict=True):
+        assert_logprobs(subject, subject.seed, question, answer)
+        before, text = decode(answer.tokens[:-1]), decode(answer.tokens)
+        assert not [stop for stop in texts if stop in before]
+        if answer.finish == "length" or answer.stop == EOS:
+            assert not [stop for stop in texts if stop in text]
+        else:
+            assert answer.finish == "stop"
+            assert answer.stop in texts
+            assert text.endswith(str(answer.stop))
+    assert {answer.stop for answer in made} & set(texts)
 
 
 def test_scores_are_log_probs_of_given_tokens(subject: Subject) -> None:
     tokens = [5, 9, 12, 30, 31, 7, EOS, 0, 5]
     found = subject.run(subject.engine.score(tokens))
-    assert found == pytest.approx(logprobs(subject.seed, tokens), abs=1e-4)
+    assert found == pytest.approx(subject.logprobs(subject.seed, tokens), abs=1e-4)
     assert found[0] == 0.0
     assert subject.run(subject.engine.score([5])) == [0.0]
     if subject.maker.scores_at_temperatures:
         found = subject.run(subject.engine.score(tokens, 0.5))
-        assert found == pytest.approx(logprobs(subject.seed, tokens, 0.5), abs=1e-4)
+        assert found == pytest.approx(subject.logprobs(subject.seed, tokens, 0.5), abs=1e-4)
     else:
         with pytest.raises(EngineError, match="temperature 1 only"):
             subject.run(subject.engine.score(tokens, 0.5))
@@ -173,7 +185,7 @@ def test_refused_requests_leave_the_engine_as_it_was(subject: Subject) -> None:
 
     subject.run(scenario())
     asked = ask(**ENDLESS)
-    assert_logprobs(subject.seed, asked, subject.run(subject.engine.generate(asked)))
+    assert_logprobs(subject, subject.seed, asked, subject.run(subject.engine.generate(asked)))
 
 
 def test_the_context_ends_an_answer(subject: Subject) -> None:
@@ -181,16 +193,18 @@ def test_the_context_ends_an_answer(subject: Subject) -> None:
     made = subject.run(subject.engine.generate(asked))
     assert made.finish == "length"
     assert 5 <= len(made.tokens) <= 8  # some servers keep a few places for themselves
-    assert_logprobs(subject.seed, asked, made)
+    assert_logprobs(subject, subject.seed, asked, made)
 
 
 def test_cancelled_and_cut_answers_free_their_slots(subject: Subject) -> None:
+    whole = [
+        Request([5, 6, 7, i], Sampling(max_tokens=100, ignore_eos=True), seed=i)
+        for i in range(3, 27)
+    ]
+
     async def scenario(delay_s: float) -> bool:
         engine, cut = subject.engine, CutSignal()
-        asked = [
-            Request([5, 6, 7, i], Sampling(max_tokens=100, ignore_eos=True), seed=i, cut=cut)
-            for i in range(3, 27)
-        ]
+        asked = [replace(question, cut=cut) for question in whole]
         tasks = [asyncio.create_task(engine.generate(question)) for question in asked]
         await asyncio.sleep(delay_s)
         for task in tasks[::2]:
@@ -198,7 +212,7 @@ def test_cancelled_and_cut_answers_free_their_slots(subject: Subject) -> None:
         cut.set()
         for question, made in zip(asked[1::2], await asyncio.gather(*tasks[1::2]), strict=True):
             assert made.finish == "length"
-            assert_logprobs(subject.seed, question, made)
+            assert_logprobs(subject, subject.seed, question, made)
         await asyncio.gather(*tasks[::2], return_exceptions=True)
         assert engine.num_running == 0
         # All are free: as many as there are slots run side by side.
@@ -206,7 +220,7 @@ def test_cancelled_and_cut_answers_free_their_slots(subject: Subject) -> None:
         assert all(len(made.tokens) == 12 for made in later)
         return any(len(task.result().tokens) < 100 for task in tasks[1::2])
 
-    assert any(subject.run(scenario(delay_s)) for delay_s in DELAYS_S)
+    assert any(subject.run(scenario(delay_s)) for delay_s in delays_s(subject, whole))
 
 
 # New weights
@@ -219,13 +233,13 @@ def test_new_weights_serve_from_the_next_token_on(subject: Subject) -> None:
         asked = [ask(seed=i, **ENDLESS) for i in range(4)]
         for question, made in zip(asked, subject.run(answers(subject, asked)), strict=True):
             assert made.versions == [version] * 12
-            assert_logprobs(seed, question, made)
+            assert_logprobs(subject, seed, question, made)
 
 
 @pytest.mark.parametrize("mode", ["finish", "keep", "recompute", "abort"])
 def test_what_a_publish_does_to_answers_under_way(subject: Subject, mode: Any) -> None:
     old, new = 5, 6
-    asked = [ask(100, seed=i, **ENDLESS) for i in range(4)]
+    asked = [ask(100, seed=i, **ENDLESS) for i in range(12)]
 
     async def scenario(delay_s: float) -> tuple[int, list[Completion]]:
         version = await subject.publish(old)
@@ -236,7 +250,7 @@ def test_what_a_publish_does_to_answers_under_way(subject: Subject, mode: Any) -
         await publishing
         return version, made
 
-    for delay_s in DELAYS_S:
+    for delay_s in delays_s(subject, asked):
         version, made = subject.run(scenario(delay_s))
         before = [answer.versions.count(version) for answer in made]
         if mode == "finish" or any(0 < count < 100 for count in before):
@@ -248,7 +262,10 @@ def test_what_a_publish_does_to_answers_under_way(subject: Subject, mode: Any) -
         assert set(answer.versions) <= {version, version + 1}
         assert answer.versions == sorted(answer.versions)
         tokens = [*question.tokens, *answer.tokens]
-        expected = [*logprobs(old, tokens)[3 : 3 + count], *logprobs(new, tokens)[3 + count :]]
+        expected = [
+            *subject.logprobs(old, tokens)[3 : 3 + count],
+            *subject.logprobs(new, tokens)[3 + count :],
+        ]
         known = count if mode == "keep" else len(answer.tokens)
         assert answer.logprobs[:known] == pytest.approx(expected[:known], abs=1e-4)
         if mode == "abort" and answer.finish == "abort":
@@ -260,7 +277,7 @@ def test_what_a_publish_does_to_answers_under_way(subject: Subject, mode: Any) -
         assert all(len(set(answer.versions)) == 1 for answer in made)
     # What comes later does not see what former weights computed.
     later = ask(seed=3, **ENDLESS)
-    assert_logprobs(new, later, subject.run(subject.engine.generate(later)))
+    assert_logprobs(subject, new, later, subject.run(subject.engine.generate(later)))
 
 
 def test_an_aborted_answer_is_gone_on_from(subject: Subject) -> None:
@@ -279,7 +296,7 @@ def test_an_aborted_answer_is_gone_on_from(subject: Subject) -> None:
         )  # fmt: skip
         return part, rest
 
-    for delay_s in DELAYS_S:
+    for delay_s in delays_s(subject, [asked]):
         part, rest = subject.run(scenario(delay_s))
         if 0 < len(part.tokens) < 100:
             break
@@ -288,7 +305,7 @@ def test_an_aborted_answer_is_gone_on_from(subject: Subject) -> None:
     assert (part.finish, part.can_go_on) == ("abort", True)
     assert len(part.tokens) + len(rest.tokens) == 100
     assert set(rest.versions) == {subject.engine.version}
-    assert_logprobs(5, asked, part)
+    assert_logprobs(subject, 5, asked, part)
 
 
 def test_an_idle_engine_pauses_in_every_mode_and_requests_wait(subject: Subject) -> None:
@@ -329,7 +346,7 @@ def test_weights_of_another_policy_are_refused(subject: Subject) -> None:
     asked = ask(**ENDLESS)
     made = subject.run(subject.engine.generate(asked))
     assert made.versions == [version] * 12
-    assert_logprobs(subject.seed, asked, made)
+    assert_logprobs(subject, subject.seed, asked, made)
 
 
 def test_asleep_it_serves_nobody_and_dropped_weights_come_anew(subject: Subject) -> None:
@@ -353,7 +370,7 @@ def test_asleep_it_serves_nobody_and_dropped_weights_come_anew(subject: Subject)
 
     subject.run(scenario())
     asked = ask(**ENDLESS)
-    assert_logprobs(7, asked, subject.run(subject.engine.generate(asked)))
+    assert_logprobs(subject, 7, asked, subject.run(subject.engine.generate(asked)))
 
 
 # The weight check
@@ -378,19 +395,29 @@ def test_the_check_finds_what_was_never_sent(subject: Subject) -> None:
     subject.run(subject.publish(9, check=CHECKED))
 
 
-@pytest.mark.parametrize("lost", ["model.norm.weight", "model.layers.0.self_attn.k_proj.weight"])
-def test_the_check_finds_what_was_reset_and_not_written(subject: Subject, lost: str) -> None:
-    """The weights are those that it has already, so that only the reset shows it."""
+@pytest.mark.parametrize(
+    ("lost", "named"),
+    [
+        ("model.norm.weight", r"model\.norm"),
+        ("model.layers.0.self_attn.k_proj.weight", r"model\.layers\.0\.self_attn\.(qkv|k)_proj"),
+    ],
+    ids=["norm", "part of a fused one"],
+)
+def test_the_check_finds_what_was_reset_and_not_written(
+    subject: Subject, lost: str, named: str
+) -> None:
+    """The weights are those that it has already, so that only the reset shows it. Some engines
+    find it before they are asked."""
     subject.run(subject.publish(10, check=CHECKED))
     resets = CHECKED.model_copy(update={"reset": True})
     sender = Faulty(lost=(lost,), claims=True)
-    with pytest.raises(WeightError, match=lost.replace(".", r"\.")):
+    with pytest.raises(WeightError, match=named):
         subject.run(subject.publish(10, sender=sender, check=resets))
     with pytest.raises(EngineError):
         subject.run(bounded(subject.engine.generate(ask())))
     subject.run(subject.publish(10, check=resets))
     asked = ask(**ENDLESS)
-    assert_logprobs(10, asked, subject.run(subject.engine.generate(asked)))
+    assert_logprobs(subject, 10, asked, subject.run(subject.engine.generate(asked)))
     assert lost in NAMES
 
 

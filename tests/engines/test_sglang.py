@@ -14,7 +14,8 @@ from tiny import tiny_tokenizer
 
 from paceline.engines.base import Completion, CutSignal, Progress, Request, Sampling
 from paceline.engines.http import JsonClient, LostServerError
-from paceline.engines.sglang import PAUSED, Served, SGLangReplica
+from paceline.engines.served import Served
+from paceline.engines.sglang import PAUSED, SGLangReplica
 from paceline.errors import EngineError
 
 SERVED = Served(
@@ -185,7 +186,7 @@ def test_a_cut_is_asked_for_until_the_server_knows_the_request(
         server.running |= hidden
         assert (await answer).finish == "length"
 
-    monkeypatch.setattr("paceline.engines.sglang.ABORT_AGAIN_S", 0.01)
+    monkeypatch.setattr("paceline.engines.open_requests.ABORT_AGAIN_S", 0.01)
     with_replica(scenario, manual=True)
 
 

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 from tiny import tiny_tokenizer
 
+from paceline.engines.answers import end_at_stop_text
 from paceline.engines.base import Completion, Sampling
-from paceline.engines.sglang_answers import completion, end_at_stop_text, sampling_params, scores
+from paceline.engines.sglang_answers import completion, sampling_params, scores
 from paceline.errors import EngineError
 
 TOKENIZER = tiny_tokenizer()

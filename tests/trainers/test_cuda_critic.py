@@ -12,7 +12,7 @@ import pytest
 import torch
 from recorded_runs import RUN_FILE, train_run
 from tiny import tiny_model, tiny_tokenizer
-from trainer_rows import VOCAB, assert_equal, model64, random_rows, weights
+from trainer_rows import VOCAB, assert_equal, model64, numbers, random_rows, weights
 
 from paceline.algorithms.critic import ValueObjective
 from paceline.build.replay import replay
@@ -62,7 +62,7 @@ def learn(trainer: SingleTrainer, *, moves: bool = False) -> list[dict[str, floa
         for _ in range(2):
             metrics = await trainer.forward_backward(Batch("policy", valued_rows()))
             report = await trainer.optim_step()
-            found.append({**metrics.values(), "grad_norm": report.grad_norm})
+            found.append({**numbers(metrics), "grad_norm": report.grad_norm})
             if moves:
                 await trainer.place("host")
                 await trainer.place("device")

@@ -21,6 +21,7 @@ from trainer_rows import (
     make_trainer,
     model64,
     moments_of,
+    numbers,
     random_rows,
     train,
     weights,
@@ -178,10 +179,10 @@ def test_a_batch_without_trained_tokens_is_counted_once(ranks):
         row.mask_T = np.zeros_like(row.mask_T)
     model = model64()
     single = make_trainer(model, FULL, reference=model64(7), weight_decay=0.1)
-    expected = asyncio.run(single.forward_backward(Batch("policy", rows))).values()
+    expected = numbers(asyncio.run(single.forward_backward(Batch("policy", rows))))
     asyncio.run(single.optim_step())
     trainer = ranks.make(_source(), FULL, reference=_source(7), weight_decay=0.1)
-    assert ranks.run(trainer.forward_backward(Batch("policy", rows))).values() == expected
+    assert numbers(ranks.run(trainer.forward_backward(Batch("policy", rows)))) == expected
     assert expected["train/empty_batches"] == 1
     report = ranks.run(trainer.optim_step())
     assert (report.grad_norm, report.is_skipped) == (0.0, False)

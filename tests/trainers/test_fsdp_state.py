@@ -103,19 +103,6 @@ def test_what_a_single_trainer_saved_ranks_load_and_go_on_with(ranks, tmp_path):
     assert_equal(moments_of(again), moments_of(single))
 
 
-def test_a_resumed_run_goes_on_bit_for_bit(ranks, tmp_path):
-    trainer = _make(ranks)
-    _learn(ranks, trainer, 0)
-    path = _save(ranks, trainer, tmp_path / "saved")
-    _learn(ranks, trainer, 1)
-    expected, moments = ranks.ask("weights"), ranks.ask("moments")
-    resumed = _make(ranks, seed=3)
-    ranks.run(resumed.load(path))
-    _learn(ranks, resumed, 1)
-    assert_equal(ranks.ask("weights"), expected)
-    assert_equal(ranks.ask("moments"), moments)
-
-
 def test_a_save_before_the_first_step_has_no_moments(ranks, tmp_path):
     path = _save(ranks, _make(ranks), tmp_path / "saved")
     single = _single(seed=4)

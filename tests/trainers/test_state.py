@@ -41,24 +41,6 @@ def _load(trainer: SingleTrainer, path: Path) -> None:
     asyncio.run(trainer.load(path))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, dtype):
-    """Case 74 for the trainer: 6 steps, against 3, a save, a load into other weights, and 3."""
-    batches = [random_rows(seed=seed) for seed in range(6)]
-    straight = make_trainer(tiny_model(dtype=dtype), **SCHEDULE)
-    expected = train(straight, batches)
-
-    first = make_trainer(tiny_model(dtype=dtype), **SCHEDULE)
-    train(first, batches[:3])
-    _save(first, tmp_path)
-    second = make_trainer(tiny_model(seed=5, dtype=dtype), **SCHEDULE)
-    _load(second, tmp_path)
-    assert second.version == 3
-    assert train(second, batches[3:]) == expected[3:]
-    assert_equal(weights(second._core.model), weights(straight._core.model))
-    assert_equal(moments_of(second), moments_of(straight))
-
-
 def test_a_save_changes_nothing(tmp_path):
     batches = [random_rows(seed=seed) for seed in range(4)]
     straight, saving = make_trainer(), make_trainer()

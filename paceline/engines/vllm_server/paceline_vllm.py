@@ -22,6 +22,7 @@ import os
 import sys
 from base64 import b64encode
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -51,23 +52,29 @@ class PacelineWeights:
         """handles: one for each device of the server."""
         return _told(lambda: _intake(self).take_handles(handles))
 
-    def paceline_take_broadcast(
-        self, tensors: list[list[Any]], timeout_s: float
-    ) -> dict[str, Any]:
+    def paceline_take_broadcast(self, tensors: list[list[Any]], timeout_s: float) -> dict[str, Any]:
         """tensors: name, type and shape of each, in order."""
         return _told(lambda: _intake(self).take_broadcast(tensors, timeout_s))
 
     def paceline_take_folder(self, folder: str, changed: str | None) -> dict[str, Any]:
         """changed: a folder with only what differs from the weights that are held."""
-        return _told(lambda: _intake(self).take_folder(Path(folder), changed and Path(changed)))
+        return _told(
+            lambda: _intake(self).take_folder(Path(folder), Path(changed) if changed else None)
+        )
 
     def paceline_end(self) -> dict[str, Any]:
         """Put what has come in use. An error if a weight of the model was not among it."""
         return _told(_intake(self).end)
 
-    def paceline_read(self, name: str, shape: list[int]) -> dict[str, Any]:
-        """{"numbers": base64 of float32} of a tensor of a checkpoint, {} if it can not be shown."""
-        return _told(lambda: _intake(self).read(name, shape))
+    def paceline_reset(self, skip: list[str]) -> dict[str, Any]:
+        """Fill all weights with other numbers. skip: names of a checkpoint's tensors, with `*`,
+        whose layers stay as they are."""
+        return _told(lambda: _intake(self).reset(skip))
+
+    def paceline_read(self, name: str) -> dict[str, Any]:
+        """{"shape": [...], "numbers": base64 of float32} of the part of a checkpoint's tensor that
+        this device holds; {} if it can not be shown."""
+        return _told(lambda: _intake(self).read(name))
 
 
 def _told(work: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
@@ -187,9 +194,7 @@ class Intake:
         reload.logger.setLevel(logging.ERROR)
         try:
             with self._configured():
-                reload.finalize_layerwise_reload(
-                    self._model, self._worker.vllm_config.model_config
-                )
+                reload.finalize_layerwise_reload(self._model, self._worker.vllm_config.model_config)
         finally:
             reload.logger.setLevel(level)
             self._is_open = False
@@ -199,8 +204,7 @@ class Intake:
         """On a CPU a tied output layer has a packed copy of its own, which no reload renews."""
         for layer in self._model.modules():
             if hasattr(layer, "cpu_linear") and _is_embedding(layer):
-                pack = _vllm("vllm.model_executor.layers.utils").dispatch_cpu_unquantized_gemm
-                pack(layer, remove_weight=False)
+                _pack(layer, remove_weight=False)
 
     def _missing(self) -> Iterator[str]:
         """Layers whose weights did not come, or in part only."""
@@ -223,42 +227,64 @@ class Intake:
             # A tied layer has the very tensors of another one.
             yield from (name for name, own in waiting.items() if not own <= came)
 
-    def read(self, name: str, shape: list[int]) -> dict[str, Any] | None:
-        found = self._find(name) if _tensor_parallel()[1] == 1 else None
-        if found is None or list(found.shape) != shape:
+    def reset(self, skip: list[str]) -> None:
+        parts_of = self._fused()
+        for path, layer in self._model.named_modules():
+            parent, _, last = path.rpartition(".")
+            for kind, tensor in list(layer.named_parameters(recurse=False)):
+                names = [f"{parent}.{part}.{kind}" for part in parts_of.get(last, [last])]
+                if any(fnmatchcase(name, pattern) for name in names for pattern in skip):
+                    continue
+                if tensor.numel():
+                    tensor.copy_(torch.rand(tensor.shape).to(tensor) - 0.5)
+                elif hasattr(layer, "cpu_linear"):
+                    self._pack_noise(layer)
+        self._pack_again()
+
+    def _pack_noise(self, layer: Any) -> None:
+        """Of a packed layer, whose weight is there in no other form."""
+        like = self._unpacked(layer, int(layer.input_size_per_partition))
+        noise = (torch.rand(like.shape) - 0.5).to(like.dtype)
+        layer.weight = torch.nn.Parameter(noise, requires_grad=False)
+        _pack(layer, remove_weight=True)
+
+    def read(self, name: str) -> dict[str, Any] | None:
+        found = self._find(name)
+        if found is None:
             return None
         numbers = found.detach().to("cpu", torch.float32).contiguous()
-        return {"numbers": b64encode(numbers.numpy().tobytes()).decode()}
+        text = b64encode(numbers.numpy().tobytes()).decode()
+        return {"shape": list(numbers.shape), "numbers": text}
 
     def _find(self, name: str) -> torch.Tensor | None:
         path, _, kind = name.rpartition(".")
         modules = dict(self._model.named_modules())
         if (layer := modules.get(path)) is not None:
-            return self._whole(layer, kind)
+            return self._held(layer, kind)
         parent, _, last = path.rpartition(".")
         for fused, parts in self._fused().items():
             layer = modules.get(f"{parent}.{fused}")
             if last in parts and layer is not None and hasattr(layer, "output_sizes"):
-                place, sizes = parts.index(last), list(layer.output_sizes)
-                tensor = self._whole(layer, kind)
+                devices = _tensor_parallel()[1]
+                place, sizes = parts.index(last), [s // devices for s in layer.output_sizes]
+                tensor = self._held(layer, kind)
                 start = sum(sizes[:place])
                 return None if tensor is None else tensor[start : start + sizes[place]]
         return None
 
-    def _whole(self, layer: Any, kind: str) -> torch.Tensor | None:
+    def _held(self, layer: Any, kind: str) -> torch.Tensor | None:
         """A tensor of the layer as the layer uses it."""
         tensor: torch.Tensor | None = getattr(layer, kind, None)
         if tensor is None or kind != "weight" or not hasattr(layer, "cpu_linear"):
             return tensor
         if not _is_embedding(layer):
             return self._unpacked(layer, int(layer.input_size_per_partition))
-        rows = int(layer.org_vocab_size)
         for output in self._model.modules():
             # The output layer of a tied model has a copy that may be another one.
             if output is not layer and _is_embedding(output) and output.weight is layer.weight:
                 packed = self._unpacked(output, tensor.shape[1])
-                return (tensor if torch.equal(packed, tensor) else packed)[:rows]
-        return tensor[:rows]
+                return tensor if torch.equal(packed, tensor) else packed
+        return tensor
 
     def _unpacked(self, layer: Any, width: int) -> torch.Tensor:
         """What a packed layer multiplies with, bit for bit: its answers to unit vectors."""
@@ -275,7 +301,7 @@ class Intake:
 
 
 class KeyRequired:
-    """Answers nothing without the key: vLLM's own `--api-key` leaves out what changes the server."""
+    """Answers nothing without the key; vLLM's `--api-key` leaves out what changes the server."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self._app = app
@@ -318,6 +344,11 @@ def _tensor_parallel() -> tuple[int, int]:
     """Rank of this device among those of the server, and their number."""
     state = _vllm("vllm.distributed.parallel_state")
     return state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()
+
+
+def _pack(layer: Any, *, remove_weight: bool) -> None:
+    utils = _vllm("vllm.model_executor.layers.utils")
+    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=remove_weight)
 
 
 def _is_embedding(layer: Any) -> bool:
