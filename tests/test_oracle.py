@@ -63,6 +63,8 @@ class RecordingTrainer(SingleTrainer):
         super().__init__(*given, **named)
         self.trace = Trace()
         self.num_micro_batches = 0
+        self._add_micro_batch = self._core._add_micro_batch
+        self._core._add_micro_batch = self._counted  # type: ignore[method-assign]
 
     async def forward_backward(self, batch: Batch) -> Metrics:
         metrics = await super().forward_backward(batch)
@@ -75,9 +77,9 @@ class RecordingTrainer(SingleTrainer):
         self.trace.grad_norms.append(report.grad_norm)
         return report
 
-    def _add_micro_batch(self, *inputs: Any, **named: Any) -> None:
+    def _counted(self, *inputs: Any, **named: Any) -> bool:
         self.num_micro_batches += 1
-        super()._add_micro_batch(*inputs, **named)
+        return self._add_micro_batch(*inputs, **named)
 
 
 @pytest.fixture(scope="module")

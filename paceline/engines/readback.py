@@ -44,8 +44,8 @@ async def differences(
 ) -> list[str]:
     """Names of tensors that differ from the sender's, or are not there.
 
-    sent: name -> hash, see `weights.tensors.checksums`. tensors: all that came in parcels. numbers: the
-    sender's own, for a tolerance. Raises WeightError if the server shows none.
+    sent: name -> hash, see `weights.tensors.checksums`. tensors: all that came in parcels.
+    numbers: the sender's own, for a tolerance. Raises WeightError if the server shows none.
     """
     names = covered(sent, check)
     chosen = choose(tensors[name] for name in names if name in tensors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
@@ -32,9 +33,10 @@ SMALL = 9000
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    before = set(ROOT.glob(f"{PREFIX}*"))
+    own = f"{PREFIX}{os.getpid()}-*"  # other tests run beside this one
+    before = set(ROOT.glob(own))
     yield
-    assert set(ROOT.glob(f"{PREFIX}*")) <= before
+    assert set(ROOT.glob(own)) <= before
 
 
 def engine_of(model: torch.nn.Module) -> EmbeddedEngine:
