@@ -77,8 +77,8 @@ class TrainerConfig(Config):
     """Recompute activations in the backward: less memory, about a third more time."""
     compile: bool = False
     """On a GPU: compile the decoder layers and the log-probs (`torch.compile`). A model of 0.1 B
-    parameters learned 2.3 times as fast, one of 1.5 B 1.2 times; the first steps take some ten
-    seconds longer, again for shapes that are new. Changes the last bit of results."""
+    parameters learned 2.2 times as fast, one of 1.5 B 1.5 times; the first step takes about half
+    a minute longer. Changes the last bit of results."""
     logprob_chunk_tokens: Annotated[int, Field(ge=1)] = 2048
     """Trainable tokens whose logits over the vocabulary exist at one time. If a micro-batch has
     more, the backward computes them anew. Changes memory and speed, not results."""
