@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,29 @@ async def real_engine(folder: Path, **changes: Any) -> AsyncIterator[RoutedEngin
         yield engine
     finally:
         await engine.aclose()
+
+
+class Moment:
+    """When to act, so as to meet answers under way: sought, since servers are quick or slow.
+
+    for delay_s in moment: act after it, and break if it met them; else say what it was.
+    """
+
+    def __init__(self) -> None:
+        self._low, self._high, self._delay = 0.0, float("inf"), 0.1
+
+    def __iter__(self) -> Iterator[float]:
+        for _ in range(16):
+            yield self._delay
+
+    def was(self, *, late: bool) -> None:
+        """The answers had come to their end, or had not begun."""
+        if late:
+            self._high = self._delay
+        else:
+            self._low = self._delay
+        is_bounded = self._high < float("inf")
+        self._delay = (self._low + self._high) / 2 if is_bounded else 2 * self._delay
 
 
 class RealServer:

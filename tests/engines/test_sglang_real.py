@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines.sglang_real import RealServer, Weights, logprobs, request
+from engines.sglang_real import Moment, RealServer, Weights, logprobs, request
 from tiny import tiny_tokenizer
 
 from paceline.engines.base import Completion, CutSignal, Request, Sampling
@@ -22,8 +22,6 @@ from paceline.weights.check import check_weights
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.xdist_group("sglang")]
 
 ENDLESS = {"ignore_eos": True}
-DELAYS_S = (0.2, 0.1, 0.4, 0.05, 0.8)
-"""Tried until one of them meets an answer under way: servers are quick or slow."""
 
 
 @pytest.fixture(scope="module")
@@ -139,11 +137,13 @@ def test_answers_that_go_on_with_new_weights(
         await publish(engine, weights, old + 1, 6, mode=mode)
         return await asyncio.gather(*tasks)
 
-    for delay_s in DELAYS_S:
+    moment = Moment()
+    for delay_s in moment:
         answers = server.run(scenario(delay_s))
         assert all(made.finish == "length" for made in answers)
         if any(set(made.versions) == {old, old + 1} for made in answers):
             break
+        moment.was(late=any(old in made.versions for made in answers))
     else:
         pytest.fail(f"no answer saw both: {[made.versions for made in answers]}")
     for question, made in zip(asked, answers, strict=True):
@@ -176,10 +176,12 @@ def test_aborted_answers_can_be_gone_on_from(server: RealServer, weights: Weight
         )  # fmt: skip
         return part, rest
 
-    for delay_s in DELAYS_S:
+    moment = Moment()
+    for delay_s in moment:
         part, rest = server.run(scenario(delay_s))
         if 0 < len(part.tokens) < 100:
             break
+        moment.was(late=len(part.tokens) == 100)
     else:
         pytest.fail(f"the answer was not caught under way, but at {len(part.tokens)} tokens")
     assert (part.finish, part.can_go_on, set(part.versions)) == ("abort", True, {old})

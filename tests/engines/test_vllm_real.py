@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines.sglang_real import RealServer, Weights, request
+from engines.sglang_real import Moment, RealServer, Weights, request
 from engines.sglang_real import logprobs as logprobs_of
 from engines.vllm_real import SHAPE, real_engine
 from tiny import tiny_tokenizer
@@ -24,8 +24,6 @@ from paceline.weights.settings import WeightCheckConfig
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.xdist_group("vllm")]
 
 ENDLESS = {"ignore_eos": True}
-DELAYS_S = (0.2, 0.1, 0.4, 0.05, 0.8)
-"""Tried until one of them meets an answer under way: servers are quick or slow."""
 
 
 @pytest.fixture(scope="module")
@@ -190,11 +188,13 @@ def test_answers_that_go_on_with_new_weights(
         await publish(engine, weights, old + 1, 6, mode=mode)
         return await asyncio.gather(*tasks)
 
-    for delay_s in DELAYS_S:
+    moment = Moment()
+    for delay_s in moment:
         answers = server.run(scenario(delay_s))
         assert all(made.finish == "length" for made in answers)
         if any(set(made.versions) == {old, old + 1} for made in answers):
             break
+        moment.was(late=any(old in made.versions for made in answers))
         old = engine.version + 1
     else:
         pytest.fail(f"no answer saw both: {[made.versions for made in answers]}")
@@ -227,11 +227,13 @@ def test_aborted_answers_can_be_gone_on_from(server: RealServer, weights: Weight
         )  # fmt: skip
         return part, rest
 
-    for delay_s in DELAYS_S:
+    moment = Moment()
+    for delay_s in moment:
         old = engine.version + 1
         part, rest = server.run(scenario(delay_s, old))
         if 0 < len(part.tokens) < 100:
             break
+        moment.was(late=len(part.tokens) == 100)
     else:
         pytest.fail(f"the answer was not caught under way, but at {len(part.tokens)} tokens")
     assert (part.finish, part.can_go_on, set(part.versions)) == ("abort", True, {old})
@@ -263,7 +265,13 @@ def test_cuts_and_cancellations_free_the_server(server: RealServer) -> None:
         await engine.resume()
         return min(len(made.tokens) for made in answers)
 
-    assert any(server.run(scenario(delay_s)) < 100 for delay_s in DELAYS_S)
+    moment = Moment()
+    for delay_s in moment:
+        if server.run(scenario(delay_s)) < 100:
+            break
+        moment.was(late=True)
+    else:
+        pytest.fail("no answer was met under way")
 
 
 def test_weights_that_were_reset(server: RealServer, weights: Weights) -> None:
