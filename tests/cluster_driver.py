@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -56,4 +57,6 @@ async def main(runtime: Any, folder: Path, call: str) -> None:
 
 
 if __name__ == "__main__":
+    # A shell that runs the tests in the background lets its children ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     asyncio.run(main(sys.argv[1], Path(sys.argv[2]), sys.argv[3]))

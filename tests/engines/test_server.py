@@ -234,7 +234,9 @@ def test_a_server_that_is_killed_takes_its_children_along(
 
 
 DRIVER = """
-import asyncio, sys
+import asyncio, signal, sys
+# A shell that runs the tests in the background lets its children ignore it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from pathlib import Path
 from paceline.engines.server import LocalLauncher, ServerCommand
 async def main():
