@@ -10,7 +10,9 @@ import typer
 
 from paceline.cli.options import Debug, Overrides, RunFilePath, complete_key
 from paceline.config import RunFile, load_run_file, render_run_file
+from paceline.engines.base import ServedEngineConfig
 from paceline.explain import explain
+from paceline.trainers.base import FSDPTrainerConfig
 
 if TYPE_CHECKING:
     from paceline.rollout.reward_check import Answer, CheckedAnswer
@@ -77,7 +79,21 @@ def _learns(run_file: RunFile) -> str:
     return (
         f"{getattr(run_file.algorithm, 'kind', '')}: {rollout.prompts_per_step} prompts{answers} "
         f"a step, {updates} update{'s' if updates > 1 else ''} with lr {trainer.lr:g}"
+        f"{_parts(run_file)}"
     )
+
+
+def _parts(run_file: RunFile) -> str:
+    """What is in processes of its own."""
+    engine, trainer = run_file.engine, run_file.trainer
+    found = []
+    if isinstance(trainer, FSDPTrainerConfig):
+        found.append(f"{trainer.ranks} FSDP rank{'s' if trainer.ranks > 1 else ''}")
+    if isinstance(engine, ServedEngineConfig):
+        count = len(engine.urls) or engine.replicas
+        found.append(f"{count} {engine.kind} server{'s' if count > 1 else ''}")
+    where = " on Ray" if run_file.cluster.runtime == "ray" else ""
+    return f", {' and '.join(found)}{where}" if found else ""
 
 
 def _policy(run_file: RunFile, name: str) -> str:

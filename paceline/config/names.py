@@ -65,6 +65,17 @@ SYNONYMS: Mapping[str, str] = {
     "num_iterations": "trainer.epochs_per_step",
     "ppo_epochs": "trainer.epochs_per_step",
     "num_steps_per_rollout": "trainer.updates_per_step",
+    "check_weights": "weight_check.when",
+    "check_weight_update_equal": "weight_check.when",
+    "tensor_parallel_size": "engine.tensor_parallel",
+    "tensor_model_parallel_size": "engine.tensor_parallel",
+    "rollout_num_gpus_per_engine": "engine.tensor_parallel",
+    "gpu_memory_utilization": "engine.memory_share",
+    "mem_fraction_static": "engine.memory_share",
+    "sglang_mem_fraction_static": "engine.memory_share",
+    "fsdp_size": "trainer.ranks",
+    "n_gpus_per_node": "trainer.ranks",
+    "actor_num_gpus_per_node": "trainer.ranks",
 }
 """Names that other systems give to a key."""
 

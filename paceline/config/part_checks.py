@@ -7,7 +7,14 @@ from collections.abc import Iterator
 from paceline.config.blocks import RunFile
 from paceline.config.checks import Check, Situation, reads
 from paceline.config.problems import Problem
-from paceline.engines.base import EmbeddedEngineConfig, ServedEngineConfig
+from paceline.engines.arguments import check_sglang, check_vllm
+from paceline.engines.base import (
+    EmbeddedEngineConfig,
+    ServedEngineConfig,
+    SGLangEngineConfig,
+    VLLMEngineConfig,
+)
+from paceline.errors import ConfigError
 from paceline.trainers.base import SingleTrainerConfig
 
 
@@ -74,6 +81,20 @@ def attached_servers_are_as_they_are(run_file: RunFile, situation: Situation) ->
         yield Problem(("engine", "urls"), "the same server stands there twice")
 
 
+@reads("engine")
+def arguments_are_the_users(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
+    engine = run_file.engine
+    try:
+        if isinstance(engine, SGLangEngineConfig):
+            check_sglang(engine.extra_arguments)
+        elif isinstance(engine, VLLMEngineConfig):
+            check_vllm(engine.extra_arguments)
+    except ConfigError as error:
+        yield Problem(
+            ("engine", "extra_arguments"), str(error).removeprefix("engine.extra_arguments: ")
+        )
+
+
 @reads("engine.kind", "trainer.kind", "run.deterministic", "evals.background", "cluster")
 def needs_it_all_in_one_process(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
     is_served = isinstance(run_file.engine, ServedEngineConfig)
@@ -102,5 +123,6 @@ PART_CHECKS: tuple[Check, ...] = (
     weights_can_travel,
     copies_may_be_rounded,
     attached_servers_are_as_they_are,
+    arguments_are_the_users,
     needs_it_all_in_one_process,
 )

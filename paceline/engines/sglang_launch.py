@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from paceline.engines.arguments import flags_of, refuse_own
+from paceline.engines.arguments import check_sglang, flags_of
 from paceline.engines.base import SGLangEngineConfig
 from paceline.engines.served import resolved
 from paceline.engines.server import HOST, PORT, ServerCommand
@@ -16,34 +16,6 @@ from paceline.types import derive_seed
 CPU_CACHE_TOKENS = 65_536
 """Without a limit a server on a CPU takes most of the machine's memory for its KV cache."""
 
-OWN_ARGUMENTS = {
-    "--model-path": "model.path",
-    "--model": "model.path",
-    "--tokenizer-path": "model.tokenizer",
-    "--trust-remote-code": "model.trust_remote_code",
-    "--dtype": "engine.dtype",
-    "--device": "engine.device",
-    "--host": "engine.host",
-    "--port": "which is chosen when the server starts",
-    "--api-key": "which is made for a server that is open to the network",
-    "--tp": "engine.tensor_parallel",
-    "--tp-size": "engine.tensor_parallel",
-    "--tensor-parallel-size": "engine.tensor_parallel",
-    "--context-length": "engine.max_context",
-    "--max-running-requests": "engine.max_running",
-    "--max-total-tokens": "engine.kv_cache_tokens",
-    "--mem-fraction-static": "engine.memory_share",
-    "--random-seed": "which follows from run.seed",
-    "--weight-version": "which is the policy's",
-    "--enable-memory-saver": "which follows from [memory]",
-    "--pp-size": "engine.tensor_parallel: weights are not sent to pipeline stages",
-    "--pipeline-parallel-size": "engine.tensor_parallel: weights are not sent to pipeline stages",
-    "--skip-tokenizer-init": "which would leave stop texts without effect",
-    "--base-gpu-id": "the launcher: a server sees no devices but its own",
-    "--nnodes": "engine.tensor_parallel: a replica stands on one machine",
-}
-"""Arguments that Paceline sets, or that must not be set, with what to set in their place."""
-DATA_PARALLEL = ("--dp", "--dp-size", "--data-parallel-size")
 DEFAULTS = {
     "cpu": {"--attention-backend": "torch_native", "--sampling-backend": "pytorch"},
     "cuda": {},
@@ -67,7 +39,7 @@ def sglang_command(
     """version: of the weights in the model's folder. device: `cpu` or `cuda`. moves_memory: whether
     the server shall be able to give its memory back. Raises ConfigError for arguments that are not
     the user's to set."""
-    check_extra_arguments(config.extra_arguments)
+    check_sglang(config.extra_arguments)
     dtype = model.dtype if config.dtype == "model" else config.dtype
     argv = [config.python or sys.executable, "-m", "sglang.launch_server"]
     argv += ["--model-path", resolved(model.path), "--host", HOST, "--port", PORT]
@@ -105,18 +77,6 @@ def sglang_command(
         env=server_env(device, config.env),
         host=config.host,
     )
-
-
-def check_extra_arguments(extra: Sequence[str]) -> None:
-    """Raise ConfigError for what is set elsewhere, or would break the coupling with the trainer."""
-    flags = flags_of(extra)
-    refuse_own(flags, OWN_ARGUMENTS)
-    for flag in flags:
-        if flag in DATA_PARALLEL and "--enable-dp-attention" not in flags:
-            raise ConfigError(
-                f"engine.extra_arguments: {flag} is for attention only (--enable-dp-attention); "
-                "for more servers of a model set engine.replicas"
-            )
 
 
 def server_env(device: str, extra: Mapping[str, str]) -> dict[str, str]:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from paceline.engines.arguments import flags_of, refuse_own
+from paceline.engines.arguments import check_vllm, flags_of
 from paceline.engines.base import VLLMEngineConfig
 from paceline.engines.served import Served, resolved
 from paceline.engines.server import HOST, PORT, ServerCommand
@@ -26,40 +26,6 @@ CPU_CACHE_TOKENS = 65_536
 CPU_CACHE_GIB = 4
 """Where a token's share is not known."""
 
-OWN_ARGUMENTS = {
-    "--model": "model.path",
-    "--tokenizer": "model.tokenizer",
-    "--trust-remote-code": "model.trust_remote_code",
-    "--dtype": "engine.dtype",
-    "--host": "engine.host",
-    "--port": "which is chosen when the server starts",
-    "--uds": "engine.host",
-    "--api-key": "which is made for a server that is open to the network",
-    "--tensor-parallel-size": "engine.tensor_parallel",
-    "-tp": "engine.tensor_parallel",
-    "--pipeline-parallel-size": "engine.tensor_parallel: weights are not sent to pipeline stages",
-    "-pp": "engine.tensor_parallel: weights are not sent to pipeline stages",
-    "--data-parallel-size": "engine.replicas",
-    "-dp": "engine.replicas",
-    "--api-server-count": "engine.replicas",
-    "--nnodes": "engine.tensor_parallel: a replica stands on one machine",
-    "--max-model-len": "engine.max_context",
-    "--max-num-seqs": "engine.max_running",
-    "--kv-cache-memory-bytes": "engine.kv_cache_tokens",
-    "--num-gpu-blocks-override": "engine.kv_cache_tokens",
-    "--gpu-memory-utilization": "engine.memory_share",
-    "--seed": "which follows from run.seed",
-    "--enable-sleep-mode": "which follows from [memory]",
-    "--logprobs-mode": "which is that of the distribution that was sampled from",
-    "--worker-extension-cls": "which takes new weights",
-    "--enable-scale-out": "which takes and gives token ids",
-    "--tokens-only": "which would leave stop texts without effect",
-    "--skip-tokenizer-init": "which would leave stop texts without effect",
-    "--generation-config": "rollout.sampling",
-    "--config": "single arguments: a file would hide what is set twice",
-}
-"""Arguments that Paceline sets, or that must not be set, with what to set in their place."""
-
 
 def vllm_command(
     config: VLLMEngineConfig,
@@ -73,8 +39,8 @@ def vllm_command(
 ) -> ServerCommand:
     """device: `cpu` or `cuda`. key: that the server shall ask for. Raises ConfigError for arguments
     that are not the user's to set."""
+    check_vllm(config.extra_arguments)
     flags = flags_of(config.extra_arguments)
-    refuse_own(flags, OWN_ARGUMENTS)
     dtype = model.dtype if config.dtype == "model" else config.dtype
     argv = [config.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     argv += ["--model", resolved(model.path), "--host", HOST, "--port", PORT, "--dtype", dtype]

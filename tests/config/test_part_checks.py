@@ -42,6 +42,15 @@ def problems(folder: Path, text: str) -> str:
         ),
         ("[weight_check]\ntolerance = -1.0", r"weight_check.tolerance"),
         ('[weight_check]\nskip = [""]', r"weight_check.skip"),
+        (
+            '[engine]\nkind = "sglang"\nextra_arguments = ["--port", "3"]',
+            r"engine.extra_arguments .*take --port out; it names something which",
+        ),
+        (
+            '[engine]\nkind = "vllm"\nextra_arguments = ["--model=x"]',
+            r"engine.extra_arguments .*take --model out; set model.path",
+        ),
+        ("[engine]\ngpu_memory_utilization = 0.5", r"engine.memory_share"),
         ('[cluster]\nruntime = "ray"', r'cluster.runtime .*: "ray" has nothing to run'),
         ('[engine]\nkind = "sglang"\nmax_batch = 4', r"max_batch.* belongs to kind 'embedded'"),
     ],

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from paceline.engines.arguments import check_sglang
 from paceline.engines.base import SGLangEngineConfig
-from paceline.engines.sglang_launch import check_extra_arguments, sglang_command
+from paceline.engines.sglang_launch import sglang_command
 from paceline.errors import ConfigError
 from paceline.models import ModelConfig
 
@@ -94,7 +95,7 @@ def test_servers_of_one_engine_draw_different_numbers() -> None:
 )
 def test_arguments_that_are_set_elsewhere_are_refused(extra: tuple[str, ...], key: str) -> None:
     with pytest.raises(ConfigError, match=key):
-        check_extra_arguments(extra)
+        check_sglang(extra)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +109,7 @@ def test_arguments_that_are_set_elsewhere_are_refused(extra: tuple[str, ...], ke
     ],
 )
 def test_arguments_that_pass(extra: tuple[str, ...]) -> None:
-    check_extra_arguments(extra)
+    check_sglang(extra)
     assert command(extra_arguments=extra)[-len(extra) :] == list(extra)
 
 
