@@ -53,7 +53,7 @@ def test_each_prompt_is_trained_as_often_as_configured(tmp_path: Path) -> None:
 @pytest.mark.timeout(1600)
 @pytest.mark.parametrize("drops", [False, True])
 def test_over_many_lives(tmp_path: Path, drops: bool) -> None:
-    found = lives(tmp_path, "9", *map(str, range(10, 22)), *(["--drops"] if drops else []))
-    assert len(found) == 12
+    found = lives(tmp_path, "9", *map(str, range(10, 18)), *(["--drops"] if drops else []))
+    assert len(found) == 8
     check(found, drops=drops)
     assert {run["pause"] for run in found} == {"finish", "keep", "recompute", "abort"}

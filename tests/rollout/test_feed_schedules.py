@@ -17,7 +17,7 @@ from feeds import Books, FakeRunner, Pace, World, make_stream, random_pace
 
 from paceline.types import Group
 
-NUM_FAST, NUM_SLOW = 60, 3000
+NUM_FAST, NUM_SLOW = 60, 1500
 SLOW = (pytest.mark.slow, pytest.mark.timeout(900))
 SEEDS = [
     pytest.param(range(NUM_FAST), id="few"),
