@@ -119,8 +119,10 @@ class RealServer:
         return self.runner.run(bounded())
 
     def close(self) -> None:
-        self.runner.run(self.context.__aexit__(None, None, None))
-        self.runner.close()
+        try:
+            self.runner.run(self.context.__aexit__(None, None, None))
+        finally:
+            self.runner.close()
 
 
 class Weights:
