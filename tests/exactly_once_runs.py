@@ -150,7 +150,6 @@ def torment(folder: Path, seed: int, most_kills: int, drops: bool) -> dict[str, 
     starts = [e for e in map(json.loads, lines) if e["kind"] == "start" and "after_step" in e]
     return {
         "seed": seed, "pause": pause, "statuses": statuses, "violations": violations,
-        "lost_tokens": sum(event["lost_tokens"] for event in starts),
         "resumed_at": [event["after_step"] for event in starts], "end": books(run_dir),
     }  # fmt: skip
 

@@ -46,7 +46,6 @@ def test_each_prompt_is_trained_as_often_as_configured(tmp_path: Path) -> None:
     check(found, drops=False)
     assert sum(len(run["statuses"]) - 1 for run in found) >= 3, "there were few kills"
     assert any(step > 0 for run in found for step in run["resumed_at"])
-    assert any(run["lost_tokens"] > 0 for run in found)
 
 
 @pytest.mark.slow

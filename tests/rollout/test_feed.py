@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from rollout_fakes import FakeReward, FakeStream, ScriptedEngine, renderer, said
 
 from paceline.data.buffer import Buffer
 from paceline.drivers.feeding import FromFeed
+from paceline.engines.base import Completion, Request
 from paceline.errors import (
     CheckpointError,
     ResumeMismatchError,
@@ -292,6 +294,52 @@ def test_a_state_of_other_policies_or_damaged_is_refused() -> None:
     with pytest.raises(CheckpointError, match="damaged"):
         same.feed.restore({**state, "buffers": {"policy": None}}, {"policy": 0})
     same.feed.restore(state, {"policy": 0})
+
+
+class HeldEngine(ScriptedEngine):
+    """Answers the first draw, and leaves the answers of others with some tokens made."""
+
+    async def generate(self, request: Request) -> Completion:
+        if request.group == "policy/0":
+            return await super().generate(request)
+        assert request.progress is not None
+        request.progress.num_tokens += 5
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+def test_tokens_of_draws_under_way_at_a_save_are_told_as_lost_once() -> None:
+    def feed_of(engine: ScriptedEngine) -> Feed:
+        reward: Any = FakeReward(lambda prompt, completion: float(len(completion)))
+        config = RolloutConfig(prompts_per_step=1, samples_per_prompt=2)
+        runner = Runner.single(
+            engine, renderer(), SingleTurn(reward), reward, config, policy="policy", run_seed=0
+        )
+        buffer = Buffer("policy", batch=1, max_staleness=1)
+        return Feed(make_stream(4), runner, {"policy": buffer}, wave=1, mode="continuous")
+
+    async def interrupted() -> dict[str, Any]:
+        feed = feed_of(HeldEngine(lambda _: said("12")))
+        producer = asyncio.create_task(feed.run())
+        await feed.take("policy")
+        state = json.loads(json.dumps(feed.state()))
+        producer.cancel()
+        await asyncio.wait({producer})
+        return state
+
+    async def resumed(state: dict[str, Any]) -> list[float]:
+        feed = feed_of(ScriptedEngine(lambda _: said("12")))
+        feed.restore(state, {"policy": 0})
+        assert feed.lost_tokens("policy") == 10
+        producer = asyncio.create_task(feed.run())
+        told = [(await feed.take("policy")).metrics.values() for _ in range(2)]
+        producer.cancel()
+        await asyncio.wait({producer})
+        return [values.get("rollout/lost_tokens", 0.0) for values in told]
+
+    state = run_virtual(interrupted)
+    assert state["tokens_under_way"] == {"policy": 10}
+    assert run_virtual(lambda: resumed(state)) == [10, 0]
 
 
 def test_epochs_and_the_end_are_those_of_the_policy_not_of_sampling() -> None:
