@@ -363,8 +363,10 @@ def _load_error(what: str, key: str, named: str, trust: bool, error: Exception) 
             f"there is no folder {named!r} here, so it was taken for a model id: check its "
             "spelling, the network and your access, or download it and give the folder"
         )
+    block = key.rpartition(".")[0]
+    if "attn_implementation" in str(error):
+        advice = f'set {block}.attention = "eager"'
     if "trust_remote_code" in str(error) and not trust:
-        block = key.rpartition(".")[0]
         advice = f"set {block}.trust_remote_code = true if you trust the code that comes with it"
     return ConfigError(f"{key} = {named!r}: the {what} can not be loaded: {reason} ({advice})")
 

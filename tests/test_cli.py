@@ -253,12 +253,15 @@ def test_user_code_that_exits_is_no_success(
     assert f"ended the program by SystemExit({code})" in err
 
 
-def test_sigterm_keeps_its_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sigterm_keeps_its_exit_code_and_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def train(run_file: RunFile) -> RunResult:
         raise Terminated(143)
 
     monkeypatch.setattr(build, "train", train)
     assert run("train", write_project(tmp_path)) == 143
+    assert "the same command goes on from there" in capsys.readouterr().err
 
 
 def test_the_module_is_the_command() -> None:

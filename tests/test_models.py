@@ -101,6 +101,15 @@ def test_a_model_id_that_can_not_be_reached(monkeypatch):
         load_tokenizer(ModelConfig(path="someone/some-model", tokenizer="x/y"))
 
 
+def test_an_attention_that_a_model_does_not_have(folder, monkeypatch):
+    def refuse(*_, **__):
+        raise ValueError('load your model with `attn_implementation="eager"` meanwhile')
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", refuse)
+    with pytest.raises(ConfigError, match=r'set model\.attention = "eager"'):
+        load_model(ModelConfig(path=str(folder)), seed=0)
+
+
 def test_damaged_and_incomplete_weights_are_refused(folder):
     file = folder / "model.safetensors"
     tensors = safetensors.torch.load_file(file)

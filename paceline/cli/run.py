@@ -97,20 +97,30 @@ def _train(run_file: RunFile, dry_run: bool) -> None:
     if dry_run:
         typer.echo(render_run_file(run_file))
         return
-    from paceline import build
-
     try:
+        from paceline import build
+
         result = build.train(run_file)
     except KeyboardInterrupt:
-        typer.echo(
-            f"\ninterrupted; {run_file.run_dir} holds what was saved, and the same command goes "
-            "on from there",
-            err=True,
-        )
+        _tell_interrupted(run_file)
         raise typer.Exit(130) from None
+    except SystemExit as end:
+        from paceline.build.loop import Terminated
+
+        if isinstance(end, Terminated):
+            _tell_interrupted(run_file)
+        raise
     typer.echo(describe_result(result))
     if not result.samples and run_file.run.num_steps != 0:
         typer.echo("no step was left to do: raise run.num_steps, or choose another run.name")
+
+
+def _tell_interrupted(run_file: RunFile) -> None:
+    typer.echo(
+        f"\ninterrupted; {run_file.run_dir} holds what was saved, and the same command goes on "
+        "from there",
+        err=True,
+    )
 
 
 def evaluate(

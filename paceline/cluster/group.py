@@ -22,6 +22,8 @@ from paceline.errors import DeadlineError, PacelineError, WorkerError
 
 logger = logging.getLogger(__name__)
 
+SILENT = "\nIt wrote nothing."
+
 
 class Group:
     """A WorkerGroup of members that are there already."""
@@ -191,9 +193,13 @@ class Group:
         if waiting:
             await self._show_stacks(waiting)
         if not failed:
+            ranks = f"rank {waiting[0]}, which was"
+            if len(waiting) > 1:
+                ranks = f"ranks {', '.join(map(str, waiting))}, which were"
+            outputs = [await self._output(rank) for rank in waiting]
+            told = next((text for text in outputs if text != SILENT), SILENT)
             return DeadlineError(
-                f"{what} of {self.name} took longer than {limit_s:g} s on rank "
-                f"{', '.join(map(str, waiting))}, which was ended{await self._output(waiting[0])}"
+                f"{what} of {self.name} took longer than {limit_s:g} s on {ranks} ended{told}"
             )
         failed.sort(key=lambda rank: not _is_lost(asked[rank]))
         errors = [await self._error_of(asked[rank], rank, what) for rank in failed]
@@ -208,7 +214,9 @@ class Group:
     async def _error_of(self, task: asyncio.Task[Answer], rank: int, what: str) -> PacelineError:
         where = f"rank {rank} of {self.name}"
         if error := task.exception():
-            lost = WorkerError(f"{where} {error} during {what}{await self._output(rank)}")
+            how, mark, hint = str(error).partition("; ")
+            output = await self._output(rank)
+            lost = WorkerError(f"{where} {how} during {what}{mark}{hint}{output}")
             lost.__cause__ = error
             return lost
         failure = task.result().failure
@@ -217,7 +225,7 @@ class Group:
 
     async def _output(self, rank: int) -> str:
         text = await self._members[rank].last_output()
-        return f"\nLast output of rank {rank}:\n{text}" if text else "\nIt wrote nothing."
+        return f"\nLast output of rank {rank}:\n{text}" if text else SILENT
 
     async def _show_stacks(self, ranks: list[int]) -> None:
         shown = [asyncio.ensure_future(self._members[rank].show_stacks()) for rank in ranks]

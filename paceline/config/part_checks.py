@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 from paceline.config.blocks import RunFile
 from paceline.config.checks import Check, Situation, reads
@@ -73,12 +74,20 @@ def attached_servers_are_as_they_are(run_file: RunFile, situation: Situation) ->
             "the urls out to have servers started"
         )  # fmt: skip
     for index, url in enumerate(engine.urls):
-        if not url.startswith(("http://", "https://")):
+        if not _is_address(url):
             yield Problem(
                 ("engine", "urls", index), f"found {url!r}, allowed: http://host:port or https://"
             )
     if len(set(engine.urls)) < len(engine.urls):
         yield Problem(("engine", "urls"), "the same server stands there twice")
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of a port that is none
+        return False
 
 
 @reads("engine")

@@ -32,6 +32,8 @@ FAILURES_IN_A_ROW = 3
 """Requests that a replica loses one after another before it counts as lost."""
 STARTS_IN_A_ROW = 3
 """Times that a server is started again, without having served since, before it is given up."""
+ENDING_S, LOOK_S = 3.0, 0.1
+"""Seconds that a server which was killed may take to be gone; how often it is looked at."""
 LOST_S = 60.0
 """Seconds that a server which runs may be silent before it is started again."""
 
@@ -218,16 +220,27 @@ class Fleet:
             for member in self.members
         )
 
-    def why_none(self) -> tuple[str, EngineError | None]:
-        """Why no replica serves, in words and as the first error."""
-        told, errors = [], []
-        for member in self.members:
-            if member.is_up:
-                told.append(f"{member.supplier.name} waits for new weights after a restart")
-            else:
-                told.append(f"{member.supplier.name}: {member.error}")
-            errors += [member.error] if member.error is not None else []
-        return "; ".join(told), errors[0] if errors else None
+    def why_none(self) -> str:
+        """Why no replica serves."""
+        return "; ".join(
+            f"{member.supplier.name} waits for new weights after a restart"
+            if member.is_up
+            else f"{member.supplier.name}: {_reason(member)}"
+            for member in self.members
+        )
+
+    async def look_at_lost(self) -> None:
+        """Learn how servers have ended whose connections broke, which says more. One that was
+        killed is gone a moment later."""
+        clock = asyncio.get_running_loop().time
+        until = clock() + ENDING_S
+        while clock() < until:
+            lost = [m for m in self.members if not m.is_up and m.supplier.is_ours]
+            for member in lost:
+                _learn(member, await member.supplier.problem())
+            if not any(isinstance(member.error, LostServerError) for member in lost):
+                return
+            await asyncio.sleep(LOOK_S)
 
     async def _start(self, member: Member) -> None:
         member.starts += 1
@@ -280,6 +293,7 @@ class Fleet:
 
     async def _return(self, member: Member) -> None:
         end = await member.supplier.problem()
+        _learn(member, end)
         if end is None and member.replica is not None:
             try:
                 await member.replica.check()
@@ -303,3 +317,12 @@ class Fleet:
         except EngineError as error:
             member.error = error
             logger.error("%s could not be started again: %s", member.supplier.name, error)
+
+
+def _learn(member: Member, end: str | None) -> None:
+    if end is not None and isinstance(member.error, LostServerError):
+        member.error = EngineError(end)
+
+
+def _reason(member: Member) -> str:
+    return str(member.error).removeprefix(f"{member.supplier.name} ")

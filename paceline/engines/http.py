@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import resource
 from collections.abc import Coroutine, Mapping
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 SHOWN = 400
 """Characters of a server's complaint that are passed on."""
+MARKUP = re.compile(r"(?is)<(head|style|script)\b.*?</\1>|<[^>]*>")
 KEEP_ALIVE_S = 3.0
 """Below the 5 s after which common servers close an idle connection: never send into a close."""
 FIRST_PAUSE_S = 0.5
@@ -167,6 +169,8 @@ def _complaint(content: bytes) -> str:
         text = found if isinstance(found, str) else json.dumps(found)
     except ValueError:
         pass
+    if text.lstrip().startswith("<"):
+        text = MARKUP.sub(" ", text)
     return " ".join(text.split())[:SHOWN]
 
 

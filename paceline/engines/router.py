@@ -119,13 +119,20 @@ class RoutedEngine:
             raise WeightError("the engine's weights are asleep: wake them before a publish")
         members = {member.alive.weights: member for member in self._fleet.up()}
         if not members:
-            raise WeightError(f"no replica is there to take weights: {self._fleet.why_none()[0]}")
+            await self._fleet.look_at_lost()
+            raise WeightError(f"no replica is there to take weights: {self._fleet.why_none()}")
 
         def lost(weights: WeightIntake, error: EngineError) -> None:
             self._fleet.lost(members[weights], error)
 
         holds_former = all(member.is_current for member in members.values())
-        there = await self._delivery.bring(plan, list(members), lost, holds_former=holds_former)
+        try:
+            there = await self._delivery.bring(plan, list(members), lost, holds_former=holds_former)
+        except WeightError as error:
+            if self._fleet.up():
+                raise
+            await self._fleet.look_at_lost()
+            raise WeightError(f"no replica is left: {self._fleet.why_none()}") from error
         self._fleet.holds(plan.version, there)
         self._lacks_weights = False
         await self._settle()
@@ -240,7 +247,8 @@ class RoutedEngine:
                 if len(tried) >= self._retries:
                     times = f"{len(tried) + 1} attempts (engine.retries = {self._retries})"
                     raise EngineError(f"a request was lost in {times}; the last: {error}") from None
-                logger.warning("%s; asking another replica", error)
+                if self.num_serving:
+                    logger.warning("%s; asking another replica", error)
                 if member in tried or self.num_serving == 1:
                     await asyncio.sleep(pause_s)
                     pause_s *= 2
@@ -259,17 +267,22 @@ class RoutedEngine:
 
     async def _replica_back(self, cut: CutSignal | None) -> None:
         """Wait for a replica that may serve again, or say that none will."""
-        told, cause = self._fleet.why_none()
         if not self._fleet.may_return():
-            raise EngineError(f"no replica of policy {self.policy!r} serves: {told}") from cause
+            await self._fleet.look_at_lost()
+            self._refuse_if_closed()
+            if self.num_serving:
+                return
+            told = f"no replica of policy {self.policy!r} serves: {self._fleet.why_none()}"
+            raise EngineError(told) from EngineError(told)
         try:
             async with asyncio.timeout(self._return_timeout_s):
                 await self._change(cut)
         except TimeoutError:
-            raise EngineError(
+            told = (
                 f"no replica of policy {self.policy!r} came back within "
-                f"{self._return_timeout_s:g} s: {told}"
-            ) from cause
+                f"{self._return_timeout_s:g} s: {self._fleet.why_none()}"
+            )
+            raise EngineError(told) from EngineError(told)
 
     async def _drained(self) -> None:
         while self.num_running:

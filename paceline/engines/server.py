@@ -37,6 +37,10 @@ FAILURE = re.compile(
     r"^(?:\[[^\]]*\] *)?(?:[\w.]*(?:Error|Exception|Exit|Interrupt)\b|[\w. ]*: error: ).*"
 )
 """The line that ends a traceback, or a complaint about the command line."""
+NO_PROGRAM = re.compile(r"can not be started: |No module named '?(?:sglang|vllm)\b")
+ADVICE = (
+    "\nSet engine.python to the interpreter of the environment that the server is installed in."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,22 +187,29 @@ async def wait_until_healthy(
     """
     start = time.monotonic()
     told = start
+    seen = ""
     while True:
         if (end := await server.ended()) is not None:
+            output = await server.last_output()
+            advice = ADVICE if NO_PROGRAM.search(output) else ""
             raise EngineError(
-                f"{name} {end} before it was ready: {last_words(await server.last_output())}{where}"
+                f"{name} {end} before it was ready: {last_words(output)}{where}{advice}"
             )
         try:
             async with asyncio.timeout(CHECK_S):
                 await check()
             return
-        except (LostServerError, TimeoutError):
-            pass
+        except LostServerError as error:
+            seen = f": {error}"
+        except TimeoutError:
+            seen = f": a look at it took longer than {CHECK_S:g} s"
         now = time.monotonic()
         if now - start > timeout_s:
+            output = await server.last_output()
+            said = f"; its last output: {last_words(output)}" if output.strip() else ""
             raise EngineError(
-                f"{name} was not ready within {timeout_s:g} s (engine.start_timeout_s); its last "
-                f"output: {last_words(await server.last_output())}{where}"
+                f"{name} was not ready within {timeout_s:g} s (engine.start_timeout_s)"
+                f"{seen}{said}{where}"
             )
         if now - told > PROGRESS_S:
             told = now

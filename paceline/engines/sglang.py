@@ -28,6 +28,7 @@ from paceline.weights.base import PauseMode
 CONTROL_S = 60.0
 """Seconds for a short command, such as a pause."""
 CHECK_S = 15.0
+NOT_FOUND = 404
 CACHE_S = 600.0
 """Seconds for moving memory of a large model."""
 TAGS: dict[Part, str] = {"weights": "weights", "kv_cache": "kv_cache", "graphs": "cuda_graph"}
@@ -62,7 +63,7 @@ class SGLangReplica:
         await self._get("/health_generate")
         found = await self._get("/server_info", "/get_server_info")
         if not isinstance(found, dict):
-            raise EngineError(f"{self.name} does not speak SGLang's native HTTP API")
+            raise self._is_foreign("its /server_info is no table")
         if isinstance(longest := found.get("max_req_input_len"), int):
             self._longest_prompt = min(self._longest_prompt, longest - 1)
         devices = found.get("tp_size", 1)
@@ -201,4 +202,12 @@ class SGLangReplica:
         try:
             return await self._client.request(self.name, paths[-1], timeout_s=CHECK_S)
         except RefusedError as error:
+            if error.status == NOT_FOUND:
+                raise self._is_foreign(f"it knows no {paths[-1]}") from None
             raise EngineError(str(error)) from None
+
+    def _is_foreign(self, why: str) -> EngineError:
+        return EngineError(
+            f"{self.name} does not speak SGLang's native HTTP API ({why}): correct engine.urls, or "
+            "engine.kind"
+        )

@@ -138,6 +138,7 @@ class Started:
         self._launcher, self._command, self._replica = launcher, command, replica
         self._index, self._timeout_s, self._folder = index, timeout_s, folder
         self._server: Server | None = None
+        self._where = ""
 
     async def start(self, version: int) -> NewReplica:
         for attempt in range(TRIES):
@@ -156,13 +157,14 @@ class Started:
         logger.info("%s: starting", self.name)
         server = self._server = await self._launcher.start(command)
         replica = self._replica(server.url, self._index, True)
+        self._where = f"\nIts log: {self._folder / command.name}.log"
         try:
             await wait_until_healthy(
                 server,
                 replica.look,
                 name=self.name,
                 timeout_s=self._timeout_s,
-                where=f"\nIts log: {self._folder / command.name}.log",
+                where=self._where,
             )
             await _state(replica, version)
         except BaseException:
@@ -177,7 +179,7 @@ class Started:
             return f"{self.name} does not run"
         if (end := await server.ended()) is None:
             return None
-        return f"{self.name} {end}: {last_words(await server.last_output())}"
+        return f"{self.name} {end}: {last_words(await server.last_output())}{self._where}"
 
     async def stop(self) -> None:
         server, self._server = self._server, None
@@ -196,7 +198,11 @@ class Attached:
 
     async def start(self, version: int) -> NewReplica:
         await wait_until_healthy(
-            _Foreign(self.name), self._replica.look, name=self.name, timeout_s=self._timeout_s
+            _Foreign(self.name),
+            self._replica.look,
+            name=self.name,
+            timeout_s=self._timeout_s,
+            where="\nSee that a server runs there, or correct engine.urls.",
         )
         # It is taken to hold what the engine begins with; one that its owner starts again later
         # says something else.

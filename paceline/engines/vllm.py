@@ -25,6 +25,7 @@ from paceline.weights.base import PauseMode
 CONTROL_S = 60.0
 """Seconds for a short command, such as a pause."""
 CHECK_S = 15.0
+SERVER_INFO, NOT_FOUND = "/server_info?config_format=json", 404
 CACHE_S = 600.0
 """Seconds for moving memory of a large model."""
 PREFIX = "generate-tokens-"
@@ -61,8 +62,16 @@ class VLLMReplica:
     async def look(self) -> None:
         """Learn what the server is like. Raises LostServerError while it is not healthy, and
         EngineError if it can not be this engine's."""
-        await self._control("/health", method="GET", timeout_s=CHECK_S)
-        found = await self._control("/server_info?config_format=json", method="GET")
+        try:
+            await self._client.request(self.name, "/health", timeout_s=CHECK_S)
+            found = await self._client.request(self.name, SERVER_INFO, timeout_s=CONTROL_S)
+        except RefusedError as error:
+            if error.status != NOT_FOUND:
+                raise EngineError(str(error)) from None
+            raise EngineError(
+                f"{self.name} is no vLLM server, or was started without VLLM_SERVER_DEV_MODE=1 "
+                f"({error}): correct engine.urls or engine.kind, or start it with that"
+            ) from None
         config = found.get("vllm_config") if isinstance(found, dict) else None
         if not isinstance(config, dict):
             raise EngineError(f"{self.name} does not speak vLLM's HTTP API")

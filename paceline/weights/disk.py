@@ -69,8 +69,23 @@ class WeightFolder:
     ) -> tuple[Path, Path | None]:
         """Write the tensors; returns the model folder, and the one with what changed alone.
 
-        There is no second one unless `acknowledge` was called after the last write.
+        There is no second one unless `acknowledge` was called after the last write. Raises
+        WeightError if the disk does not take them.
         """
+        try:
+            return self._write(version, tensors)
+        except (OSError, SafetensorError) as error:
+            free = ""
+            with contextlib.suppress(OSError):
+                free = f" ({shutil.disk_usage(self.path).free >> 20} MiB free)"
+            raise WeightError(
+                f"weights can not be written to {self.path}: {error}{free}; make room there, mend "
+                'its permissions, or choose another engine.weights than "disk"'
+            ) from error
+
+    def _write(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]]
+    ) -> tuple[Path, Path | None]:
         files: dict[str, dict[str, str]] = {}
         hashes_of_all: dict[str, str] = {}
         infos: list[TensorInfo] = []

@@ -137,7 +137,8 @@ def test_what_can_not_be_pickled_is_said_and_costs_that_call_only(starter: Start
 
 
 @pytest.mark.parametrize(
-    ("how", "words"), [("kill", "was killed by SIGKILL"), ("exit", "exit code 7")]
+    ("how", "words"),
+    [("kill", "was killed by SIGKILL during die; the machine"), ("exit", "exit code 7 during die")],
 )
 def test_a_rank_that_dies_is_told_with_its_last_output(
     starter: Starter, how: str, words: str

@@ -35,6 +35,8 @@ def problems(folder: Path, text: str) -> str:
             r"engine.extra_arguments .*: engine.urls names servers that run already",
         ),
         ('[engine]\nkind = "vllm"\nurls = ["a:1"]', r"engine.urls.* found 'a:1', allowed"),
+        ('[engine]\nkind = "vllm"\nurls = ["http://"]', r"engine.urls.* found 'http://', allowed"),
+        ('[engine]\nkind = "vllm"\nurls = ["http://a:x"]', r"engine.urls.* found 'http://a:x'"),
         ('[engine]\nkind = "vllm"\nurls = ["http://a", "http://a"]', r"engine.urls .*twice"),
         (
             '[engine]\ndtype = "bfloat16"\n[weight_check]\nwhen = "first"',

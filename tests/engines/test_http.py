@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from engines.sglang_server import StandIn, stand_in
 
-from paceline.engines.http import JsonClient, LostServerError, RefusedError
+from paceline.engines.http import JsonClient, LostServerError, RefusedError, _content
 
 
 def with_server(scenario: Callable[[JsonClient, StandIn], Awaitable[None]], **options: Any) -> None:
@@ -45,6 +45,12 @@ def test_refusals_carry_the_servers_words(status: int) -> None:
         assert len(server.calls) == 1
 
     with_server(scenario)
+
+
+def test_a_web_page_is_passed_on_as_text() -> None:
+    page = b"<!DOCTYPE html><html><head><style>p {}</style></head><p>Not\n here</p></html>"
+    with pytest.raises(RefusedError, match=r"status 404: Not here$"):
+        _content("http://a answered /x", 404, page)
 
 
 def test_losses_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,7 +140,19 @@ def test_the_error_is_the_servers_own(tmp_path: Path) -> None:
 def test_a_program_that_is_not_there(tmp_path: Path) -> None:
     async def work() -> None:
         server = await LocalLauncher(tmp_path).start(command("/nowhere/python", "-m", "x"))
-        with pytest.raises(EngineError, match="'/nowhere/python' can not be started"):
+        with pytest.raises(EngineError, match="'/nowhere/python' can not be started") as caught:
+            await wait_until_healthy(server, _never, name="server", timeout_s=30)
+        assert "Set engine.python to" in str(caught.value)
+        await server.aclose()
+
+    run(work())
+
+
+def test_an_interpreter_without_the_server(tmp_path: Path) -> None:
+    async def work() -> None:
+        code = "raise ModuleNotFoundError(\"No module named 'sglang'\")"
+        server = await LocalLauncher(tmp_path).start(command(*python(code)))
+        with pytest.raises(EngineError, match=r"(?s)No module named 'sglang'.*Set engine\.python"):
             await wait_until_healthy(server, _never, name="server", timeout_s=30)
         await server.aclose()
 

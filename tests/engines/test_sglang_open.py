@@ -196,9 +196,57 @@ def test_servers_of_others_are_attached_to(tmp_path: Path, model: ModelConfig) -
 
 def test_nobody_answers_at_a_given_url(tmp_path: Path, model: ModelConfig) -> None:
     async def main() -> None:
-        with pytest.raises(EngineError, match=r"was not ready within 0\.5 s"):
+        with pytest.raises(EngineError, match=r"was not ready within 0\.5 s") as caught:
             async with opened(model, tmp_path, urls=("http://127.0.0.1:9",), start_timeout_s=0.5):
                 pass
+        assert "can not be reached" in str(caught.value)
+        assert "correct engine.urls" in str(caught.value)
+        assert "output" not in str(caught.value)
+
+    asyncio.run(main())
+
+
+def test_a_server_of_another_kind_at_a_given_url(tmp_path: Path, model: ModelConfig) -> None:
+    async def main() -> None:
+        site = await asyncio.start_server(_web_page, "127.0.0.1", 0)
+        async with site:
+            url = f"http://127.0.0.1:{site.sockets[0].getsockname()[1]}"
+            with pytest.raises(EngineError, match="does not speak SGLang's native HTTP API"):
+                async with opened(model, tmp_path, urls=(url,)):
+                    pass
+
+    asyncio.run(main())
+
+
+async def _web_page(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.readuntil(b"\r\n\r\n")
+    writer.write(b"HTTP/1.0 404 Not Found\r\n\r\n<html><head></head><h1>No</h1></html>")
+    writer.close()
+
+
+def test_the_only_server_is_killed_after_a_publish(tmp_path: Path, model: ModelConfig) -> None:
+    async def main() -> None:
+        launcher = StandInLauncher(tmp_path)
+        async with opened(model, tmp_path, launcher) as engine:
+            await engine.receive(plan(4, "disk"))
+            os.kill(await launcher.pid(0), signal.SIGKILL)
+            with pytest.raises(
+                EngineError, match=r"server 0 of.*: was ended by signal 9"
+            ) as caught:
+                await engine.generate(request())
+            assert "policy-sglang-0.log" in str(caught.value)
+            assert str(caught.value.__cause__) == str(caught.value)  # which the user sees
+
+    asyncio.run(main())
+
+
+def test_the_only_server_is_killed_before_a_publish(tmp_path: Path, model: ModelConfig) -> None:
+    async def main() -> None:
+        launcher = StandInLauncher(tmp_path)
+        async with opened(model, tmp_path, launcher) as engine:
+            os.kill(await launcher.pid(0), signal.SIGKILL)
+            with pytest.raises(WeightError, match="was ended by signal 9"):
+                await engine.receive(plan(4, "disk"))
 
     asyncio.run(main())
 

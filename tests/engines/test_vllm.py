@@ -322,7 +322,7 @@ def test_a_look_makes_a_token() -> None:
         assert server.paths[-1] == GENERATE
         assert (await replica.generate(request(9, 60))).tokens == []
         server.faults["/server_info"] = 404
-        with pytest.raises(EngineError, match="with status 404"):
+        with pytest.raises(EngineError, match=r"is no vLLM server, or was .* with status 404"):
             await replica.look()
 
     with_replica(scenario)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from tiny import tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -179,3 +180,15 @@ def test_an_error_while_tensors_are_made_leaves_the_former_version(tmp_path: Pat
     tensors = three()
     assert names(written(folder, 3, tensors)[1]) == []
     assert len(times(folder.path)) == 3
+
+
+def test_a_disk_that_takes_no_more_is_told_with_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    folder = WeightFolder(tmp_path / "w")
+    monkeypatch.setattr("paceline.weights.disk.save_file", full)
+    with pytest.raises(WeightError, match=r"can not be written to .*/w: I/O error.*MiB free"):
+        folder.write(1, three().items())
