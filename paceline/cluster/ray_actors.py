@@ -18,10 +18,12 @@ import numpy as np
 from paceline.cluster import wire
 from paceline.cluster.objects import receiving
 from paceline.cluster.process import tail_of
-from paceline.cluster.worker import Worker, prepare_process, quit_process
+from paceline.cluster.worker import Worker, prepare_process
 from paceline.engines.server import LocalLauncher, Server, ServerCommand
 from paceline.network import free_port
 
+RAYS_OWN_KILL_S = 2.0
+"""For Ray, which takes a process that it did not end itself for a crash and tells the user so."""
 GUARD = 'read -r _; kill -s KILL -- "-$1"'
 
 
@@ -42,10 +44,6 @@ class RankActor:
         """See `Worker.answer`."""
         with receiving([from_ray(value) for value in kept]):
             return for_ray(self._worker.answer(from_ray(message)))
-
-    def quit(self) -> None:
-        """End the process."""
-        quit_process(0)
 
 
 class NodeActor:
@@ -142,10 +140,11 @@ def _end_group(pid: int, timeout_s: float) -> bool:
     except ProcessLookupError:
         return True
     try:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
         poll = select.poll()
         poll.register(process, select.POLLIN)
+        poll.poll(RAYS_OWN_KILL_S * 1000)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
         return bool(poll.poll(timeout_s * 1000))
     finally:
         os.close(process)

@@ -209,7 +209,6 @@ class RayMember:
             answer = await self.ask(RayPayload(wire.encode((CLOSE, ()))))
             if answer.failure is not None:
                 raise WorkerError(f"closing failed: {answer.failure.trace}")
-            await self._call(self._actor.quit.remote())
 
     async def end(self) -> None:
         """See `Member.end`."""

@@ -105,3 +105,5 @@ def test_ctrl_c_reaches_the_driver_alone_and_it_closes_everything(
     logs = [path.read_text() for path in (folder / "logs").glob("trainer*.log")]
     assert len(logs) == 4
     assert not any("KeyboardInterrupt" in log for log in logs)
+    # Nor does Ray take a worker that was closed for one that crashed.
+    assert "died" not in (folder / "output").read_text()
