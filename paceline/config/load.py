@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import operator
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
+from functools import reduce
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import tomli_w
 from pydantic import ValidationError
@@ -22,7 +24,7 @@ from paceline.config.policy_checks import check_all, written_where
 from paceline.config.problems import KeyPath, Places, Problem, config_error
 from paceline.config.repair import rest_of
 from paceline.config.source import Table, apply_overrides, nested, read_toml
-from paceline.config.translate import not_numbers, translate
+from paceline.config.translate import class_at, not_numbers, translate
 from paceline.types import Config
 
 C = TypeVar("C", bound=Config)
@@ -38,13 +40,17 @@ def load_run_file(
     """Read a run file, apply the overrides in order, and check everything.
 
     `overrides`: `trainer.lr=1e-5`, `rollout.sampling.stop=["\\n"]`; values are TOML, bare words
-    are texts, an empty value takes the key out. `given`: what Python code hands over besides the
-    file: `prompts`, `reward`, `eval_prompts`. Raises one ConfigError with all that is wrong.
+    are texts, an empty value takes the key out. Where one chooses another `kind` of a block, the
+    file's keys that only the former kind has are left out. `given`: what Python code hands over
+    besides the file: `prompts`, `reward`, `eval_prompts`. Raises one ConfigError with all that is
+    wrong.
     """
     path = Path(path)
     tables, lines = read_toml(path)
     places = Places(path, lines)
+    written = copy.deepcopy(tables)
     problems = apply_overrides(tables, overrides, places)
+    _leave_former_kinds(tables, written, places)
     folder = Path(os.path.abspath(path.parent))
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-._") or "run"
     return _assemble(tables, places, problems, folder, name, Situation(purpose, frozenset(given)))
@@ -137,6 +143,19 @@ def _assemble(
     if not run_file.policies and run_file.algorithm.critic is not None and run_file.critic is None:
         return run_file.model_copy(update={"critic": run_file.critic_settings})
     return run_file
+
+
+def _leave_former_kinds(tables: Table, written: Table, places: Places) -> None:
+    """Where an override chose another kind of a block, the file's keys of the former one go."""
+    for path in [path[:-1] for path in places.overrides if path[-1] == "kind"]:
+        former, chosen = class_at(RunFile, written, path), class_at(RunFile, tables, path)
+        if former is None or chosen is None or former is chosen:
+            continue
+        block = reduce(operator.getitem, path, cast("Any", tables))
+        size = len(path)
+        overridden = {p[size] for p in places.overrides if p[:size] == path and len(p) > size}
+        for name in former.model_fields.keys() - chosen.model_fields.keys() - overridden:
+            block.pop(name, None)
 
 
 def _set_policy_kinds(tables: Table) -> None:
