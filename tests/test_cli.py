@@ -260,8 +260,15 @@ def test_sigterm_keeps_its_exit_code_and_says_how_to_go_on(
         raise Terminated(143)
 
     monkeypatch.setattr(build, "train", train)
-    assert run("train", write_project(tmp_path)) == 143
-    assert "the same command goes on from there" in capsys.readouterr().err
+    project = write_project(tmp_path)
+    for saved, options, words in (
+        ("", [], "holds no checkpoint yet, so the same command begins anew"),
+        ("step-000002", [], "holds what was saved, and the same command goes on from there"),
+        ("step-000002", ["--no-resume"], "holds what was saved; --resume goes on from there"),
+    ):
+        (tmp_path / "runs/demo/checkpoints" / saved).mkdir(parents=True, exist_ok=True)
+        assert run("train", project, *options) == 143
+        assert words in capsys.readouterr().err
 
 
 def test_the_module_is_the_command() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from paceline.engines.base import ServedEngineConfig
 from paceline.engines.server import Launcher
 from paceline.trainers.base import FSDPTrainerConfig
 from paceline.trainers.devices import resolve_device
+from paceline.trainers.threads import available_cores
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +65,23 @@ async def open_site(run_file: RunFile, disposer: Disposer, *, learns: bool = Tru
     needs = list(_needs(run_file, learns=learns))
     if not needs:
         return Site(disposer, logs, None)
+    _warn_of_few_cores(run_file, needs)
     logs.mkdir(parents=True, exist_ok=True)
     cluster = await open_cluster(run_file.cluster, needs, logs)
     disposer.add("cluster", cluster.aclose)
     return Site(disposer, logs, cluster)
+
+
+def _warn_of_few_cores(run_file: RunFile, needs: Sequence[Need]) -> None:
+    on_cpu = sum(need.size for need in needs if not need.on_gpu)
+    # Trainer and engine take turns, so two a core are no burden.
+    if run_file.cluster.runtime == "local" and on_cpu > 2 * (cores := available_cores()):
+        logger.warning(
+            "%d worker processes share %d CPU cores, and wait for each other: lower trainer.ranks, "
+            "engine.replicas or engine.tensor_parallel",
+            on_cpu,
+            cores,
+        )
 
 
 def _needs(run_file: RunFile, *, learns: bool) -> Iterator[Need]:

@@ -12,6 +12,7 @@ import typer
 
 from paceline.cli.options import Best, Debug, Overrides, PolicyName, RunFilePath, Step
 from paceline.cli.tables import describe_report, describe_result
+from paceline.cli.targets import CHECKPOINTS
 from paceline.config import RunFile, load_block, load_run_file, load_settings, render_run_file
 from paceline.config.source import read_toml
 from paceline.engines.base import Sampling
@@ -116,11 +117,13 @@ def _train(run_file: RunFile, dry_run: bool) -> None:
 
 
 def _tell_interrupted(run_file: RunFile) -> None:
-    typer.echo(
-        f"\ninterrupted; {run_file.run_dir} holds what was saved, and the same command goes on "
-        "from there",
-        err=True,
-    )
+    if not any((run_file.run_dir / CHECKPOINTS).glob("step-*")):
+        follows = "holds no checkpoint yet, so the same command begins anew"
+    elif run_file.run.resume == "never":
+        follows = "holds what was saved; --resume goes on from there"
+    else:
+        follows = "holds what was saved, and the same command goes on from there"
+    typer.echo(f"\ninterrupted; {run_file.run_dir} {follows}", err=True)
 
 
 def evaluate(
