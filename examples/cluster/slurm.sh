@@ -30,10 +30,11 @@ for node in "${nodes[@]:1}"; do
     start "$node" --address="$head_ip:$port"
 done
 
-# The run itself, on the head, once every node has joined. A shorter allocation than the run needs
-# is no loss: submit it again, and it goes on from its newest checkpoint.
+# The run itself, once every node has joined, on the head, where this script runs: without srun,
+# which kills its tasks when it is signalled. A shorter allocation than the run needs is no loss:
+# submit it again, and it goes on from its newest checkpoint.
 export RAY_ADDRESS="$head_ip:$port" NUM_NODES="${#nodes[@]}"
-srun --nodes=1 --ntasks=1 --overlap -w "$head" python - <<'PY'
+python - <<'PY'
 import os, sys, time
 import ray
 
@@ -51,8 +52,7 @@ while True:
         sys.exit(f"after 300 s {there} of {os.environ['NUM_NODES']} nodes have joined")
     time.sleep(2)
 PY
-run() { srun --nodes=1 --ntasks=1 --overlap -w "$head" paceline train "$@" & }
-run "$@"
+paceline train "$@" &
 driver=$!
 # Slurm's notice before the end of the time: let the run close what it has open.
 trap 'kill -TERM "$driver" 2>/dev/null || true' TERM
