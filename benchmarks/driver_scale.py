@@ -180,7 +180,7 @@ async def watch(
     options: argparse.Namespace, load: Load, tasks: list[asyncio.Task[None]]
 ) -> list[str]:
     print("   time  in flight  answers/s  added p50  added p99  cpu/answer   memory  files")
-    memory, files, most = [], [], 0
+    memory, files, most, least = [], [], 0, options.engines
     begun = time.perf_counter()
     while (at := time.perf_counter() - begun) < options.seconds:
         await asyncio.sleep(options.interval_s)
@@ -190,6 +190,7 @@ async def watch(
         memory.append(memory_mb())
         files.append(len(os.listdir("/proc/self/fd")))
         most = max(most, load.engine.num_running)
+        least = min(least, load.engine.num_serving)
         if len(last.added_s) < 2:
             continue
         cuts = statistics.quantiles(last.added_s, n=100)
@@ -203,14 +204,15 @@ async def watch(
         )
     problems = []
     third = len(memory) // 3
-    for name, values in (("memory", memory), ("open files", files)):
+    for name, values in (("memory", memory), ("open files", files)) if third else ():
         middle, last_third = max(values[third : 2 * third]), max(values[2 * third :])
         if last_third > GROWTH[name] * middle:
             problems.append(f"{name} grew from {middle:.0f} to {last_third:.0f}")
     if most < 0.99 * options.in_flight:
         problems.append(f"{most} requests in flight at most")
-    if (serving := load.engine.num_serving) < options.engines:
-        problems.append(f"{serving} engines of {options.engines} are left")
+    print(f"{load.engine.num_serving} engines of {options.engines} serve, {least} at least")
+    if least < options.engines:
+        problems.append(f"{least} engines of {options.engines} were left")
     return problems
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
+from vs_trl import TASKS
 from vs_trl_task import Clock, peak_mib, tell, wait
 
 Rows = list[dict[str, Any]]
@@ -55,7 +56,9 @@ def learn(model: Any, rows: Rows) -> None:
 
 
 def main() -> None:
-    _, path, steps, _, threads = sys.argv[1:6]
+    name, path, steps, _, threads = sys.argv[1:6]
+    if TASKS[name].device != "cpu":
+        raise SystemExit("the bare work is done on a CPU: use --no-floor")
     torch.set_num_threads(int(threads))
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     clock = Clock()

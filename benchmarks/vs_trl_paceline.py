@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from vs_trl import TASKS
+from vs_trl import TASKS, Task
 from vs_trl_task import Clock, peak_mib, problems, tell, wait
 
 import paceline
@@ -19,22 +19,27 @@ from paceline.observe.recorder import Recorder
 from paceline.types import Group, Prompt
 
 HERE = Path(__file__).parent
+ON_GPU = {"autocast": "bfloat16", "max_tokens_per_micro_batch": 32768, "logprob_chunk_tokens": 8192}
+ENGINE_ON_GPU = {"dtype": "bfloat16"}
 
 
 class Held(Recorder):
     """Waits before each step; after it, tells what it took and which tokens were learned."""
 
-    clock = Clock()
+    task: Task
+    clock: Clock
 
     def begin_step(self, policy: str, step: int) -> None:
         super().begin_step(policy, step)
         self._groups: list[list[dict[str, Any]]] = []
         wait()
         self.clock.start()
-        self._cpu_s: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}
 
     def phase(self, name: str, policy: str | None = None) -> Any:
-        return _Timed(super().phase(name, policy), name, self._cpu_s if self._open_step else {})
+        seconds = self._seconds if self._open_step else {}
+        now = time.process_time if self.task.device == "cpu" else time.perf_counter
+        return _Timed(super().phase(name, policy), name, seconds, now)
 
     def samples(self, step: int, policy: str, groups: Sequence[Group], *rest: Any) -> None:
         super().samples(step, policy, groups, *rest)
@@ -53,28 +58,30 @@ class Held(Recorder):
         tokens = values["rollout/sampled_tokens"]
         tell(
             **seconds,
-            **self._cpu_s,
+            **self._seconds,
             tokens=tokens,
-            tokens_per_s=tokens / seconds["cpu_s"],
+            tokens_per_s=tokens / seconds[self.task.measure],
             reward=values["rollout/reward"],
-            peak_mib=peak_mib(),
+            peak_mib=peak_mib(self.task.device),
             groups=self._groups,
         )
         return values
 
 
 class _Timed:
-    """A phase whose processor time is kept as well."""
+    """A phase whose seconds are kept as well, of the clock that counts."""
 
-    def __init__(self, phase: Any, name: str, seconds: dict[str, float]) -> None:
-        self._phase, self._key, self._seconds = phase, f"{name}_s", seconds
+    def __init__(
+        self, phase: Any, name: str, seconds: dict[str, float], now: Callable[[], float]
+    ) -> None:
+        self._phase, self._key, self._seconds, self._now = phase, f"{name}_s", seconds, now
 
     def __enter__(self) -> None:
         self._phase.__enter__()
-        self._began = time.process_time()
+        self._began = self._now()
 
     def __exit__(self, *error: object) -> Any:
-        self._seconds[self._key] = time.process_time() - self._began
+        self._seconds[self._key] = self._now() - self._began
         return self._phase.__exit__(*error)
 
 
@@ -83,8 +90,9 @@ def main() -> None:
     logging.getLogger("paceline").setLevel(logging.ERROR)
     task = TASKS[name]
     torch.set_num_threads(int(threads))
-    _hold()
+    _hold(task)
 
+    on_cpu = task.device == "cpu"
     rows = [
         Prompt(str(i), text=text, answer=answer) for i, (text, answer) in enumerate(problems(name))
     ]
@@ -103,14 +111,15 @@ def main() -> None:
             "sampling": {"max_tokens": task.max_tokens},
         },
         algorithm={"clip_high": task.clip_high},
-        trainer={"lr": task.lr, "betas": list(task.betas)},
-        engine={"max_batch": task.prompts * task.samples},
+        trainer={"lr": task.lr, "betas": list(task.betas), **({} if on_cpu else ON_GPU)},
+        engine={"max_batch": task.prompts * task.samples, **({} if on_cpu else ENGINE_ON_GPU)},
         checkpoint={"every": "never"},
     )
 
 
-def _hold() -> None:
+def _hold(task: Task) -> None:
     """Let every run of this process record with `Held`."""
+    Held.task, Held.clock = task, Clock(task.device)
     recording.Recorder = Held  # type: ignore[misc]
 
 

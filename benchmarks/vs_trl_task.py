@@ -9,6 +9,8 @@ import sys
 import time
 from typing import Any
 
+import torch
+
 SMOLLM2_PROMPTS = (
     "Write one sentence about {a} and {b}.",
     "Which is larger, {a} or {b}? Explain your answer briefly.",
@@ -51,18 +53,30 @@ def tell(**numbers: Any) -> None:
 
 
 class Clock:
-    """Seconds since the last `start`, of processor time and on the wall."""
+    """Seconds since the last `start`, of processor time and on the wall; waits for the device."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        self._device = device
 
     def start(self) -> None:
+        self._wait_for_device()
         self._cpu, self._wall = time.process_time(), time.perf_counter()
 
     @property
     def seconds(self) -> dict[str, float]:
+        self._wait_for_device()
         return {
             "cpu_s": time.process_time() - self._cpu,
             "wall_s": time.perf_counter() - self._wall,
         }
 
+    def _wait_for_device(self) -> None:
+        if self._device != "cpu":
+            torch.cuda.synchronize()
 
-def peak_mib() -> float:
+
+def peak_mib(device: str = "cpu") -> float:
+    """Of the process, or what it has taken of the GPU."""
+    if device != "cpu":
+        return torch.cuda.max_memory_reserved() / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

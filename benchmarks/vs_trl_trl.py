@@ -9,15 +9,15 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
-from vs_trl import TASKS
+from vs_trl import TASKS, Task
 from vs_trl_task import Clock, peak_mib, problems, reward_of, tell, wait
 
 
 class Gate(TrainerCallback):  # type: ignore[misc]
     """Waits before each step and tells what it took after it."""
 
-    def __init__(self) -> None:
-        self.clock = Clock()
+    def __init__(self, task: Task) -> None:
+        self.clock, self.task = Clock(task.device), task
         self.rewards: list[float] = []
         self.tokens = 0
 
@@ -30,16 +30,17 @@ class Gate(TrainerCallback):  # type: ignore[misc]
         tell(
             **seconds,
             tokens=self.tokens,
-            tokens_per_s=self.tokens / seconds["cpu_s"],
+            tokens_per_s=self.tokens / seconds[self.task.measure],
             reward=sum(self.rewards) / len(self.rewards),
-            peak_mib=peak_mib(),
+            peak_mib=peak_mib(self.task.device),
         )
 
 
 def main() -> None:
     name, path, steps, folder, threads = sys.argv[1:6]
     torch.set_num_threads(int(threads))
-    task, gate = TASKS[name], Gate()
+    task = TASKS[name]
+    gate = Gate(task)
 
     def reward(completions: list[str], completion_ids: Any, answer: list[str], **_: Any) -> Any:
         gate.rewards = [reward_of(name, c, a) for c, a in zip(completions, answer, strict=True)]
@@ -62,8 +63,8 @@ def main() -> None:
         adam_beta2=task.betas[1],
         lr_scheduler_type="constant",
         max_grad_norm=1.0,
-        use_cpu=True,
-        bf16=False,
+        use_cpu=task.device == "cpu",
+        bf16=task.device != "cpu",
         gradient_checkpointing=False,
         report_to="none",
         save_strategy="no",
