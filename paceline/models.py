@@ -8,12 +8,16 @@ from __future__ import annotations
 import copy
 import logging
 import threading
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from paceline.errors import CheckpointError, ConfigError
+from pydantic import model_validator
+
+from paceline.errors import CheckpointError, ConfigError, MissingExtraError
 from paceline.types import Config
 
 if TYPE_CHECKING:
@@ -30,6 +34,10 @@ class ModelConfig(Config):
     """A folder in Hugging Face format, or a model id that `transformers` can load."""
     tokenizer: str | None = None
     """Folder or id of the tokenizer; default: that of the model."""
+    adapter: str | None = None
+    """A folder with an adapter in PEFT's format, such as `adapter/` of a checkpoint. It is merged
+    into the weights when they are loaded: what is trained starts from the sum, and the reference is
+    the sum. Needs the extra `lora`."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the weights in memory (trainer and embedded engine). Training needs `float32`, or
     `bfloat16` with the loss of updates below 1/256 of a weight; `float16` can only be served."""
@@ -41,6 +49,12 @@ class ModelConfig(Config):
     """Let the model folder bring its own Python code. Only for models you trust."""
     chat_template: str | None = None
     """A Jinja file that replaces the tokenizer's chat template."""
+
+    @model_validator(mode="after")
+    def _has_weights_to_adapt(self) -> ModelConfig:
+        if self.adapter is not None and self.random_init:
+            raise ValueError("an `adapter` is of the weights at `path`: leave out `random_init`")
+        return self
 
 
 def load_model(
@@ -121,10 +135,48 @@ def _load(config: ModelConfig, seed: int, key: str) -> tuple[Any, list[str]]:
     source = _locate(config.path, key=f"{key}.path", needs="config.json")
     try:
         with _progress_bars.off():
-            return _create(config, source, seed)
+            model, missing = _create(config, source, seed)
     except Exception as error:  # whatever the files hold; transformers raises many kinds
         trust = config.trust_remote_code
         raise _load_error("model", f"{key}.path", config.path, trust, error) from error
+    if config.adapter is not None and not config.random_init:
+        model = _with_adapter(model, config.adapter, f"{key}.adapter")
+    return model, missing
+
+
+def _with_adapter(model: Any, named: str, key: str) -> Any:
+    """The model with an adapter merged into its weights, of its own class."""
+    peft = load_peft(key)
+    folder = Path(named).expanduser()
+    if not (folder / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"{key} = {named!r}: the folder {folder.resolve()} has no adapter_config.json; it must "
+            "hold an adapter in PEFT's format"
+        )
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            adapted = peft.PeftModel.from_pretrained(model, str(folder))
+        except Exception as error:  # as above
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ConfigError(
+                f"{key} = {named!r}: the adapter does not fit {type(model).__name__}: {reason}"
+            ) from error
+    for warning in told:
+        if "adapter keys" in (text := str(warning.message)):
+            raise ConfigError(f"{key} = {named!r}: the adapter is of another model: {text[:300]}")
+        if issubclass(warning.category, UserWarning):
+            logger.warning("%s: %s", key, text)
+    return adapted.merge_and_unload()
+
+
+def load_peft(wanted_by: str) -> Any:
+    """The package, which takes a second to load. Raises MissingExtraError."""
+    if find_spec("peft") is None:
+        raise MissingExtraError(wanted_by, "peft", "lora")
+    import peft
+
+    return peft
 
 
 def _refuse_missing(config: ModelConfig, missing: list[str], key: str) -> None:

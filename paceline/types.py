@@ -248,6 +248,8 @@ class StepReport:
     """L2 norm before clipping."""
     is_skipped: bool = False
     """True if a loss or the gradient was not finite: weights and moments are untouched."""
+    adapter_norm: float | None = None
+    """Frobenius norm of what an adapter now adds to the weights, if that is what is trained."""
 
 
 def derive_seed(run_seed: int, *keys: str | int) -> int:

@@ -19,6 +19,7 @@ from paceline.engines.embedded import EmbeddedEngine
 from paceline.engines.sglang_open import open_sglang
 from paceline.engines.turns import Turns
 from paceline.engines.vllm_open import open_vllm
+from paceline.errors import ConfigError
 from paceline.trainers.base import SingleTrainerConfig
 from paceline.weights.base import BUCKET_BYTES, Transport, WeightPlan
 
@@ -41,10 +42,12 @@ async def open_engine(
     transport: Transport,
     turns: Turns | None = None,
     weights: Path | None = None,
+    is_published_to: bool = True,
 ) -> Engine:
     """The engine of a policy; owned by the site. model: served here if the engine is embedded.
 
     weights: folder that servers take theirs from, in the place of the one of `[model]`.
+    is_published_to: a trainer sends weights before anything is sampled.
     """
     match run_file.engine:
         case EmbeddedEngineConfig():
@@ -57,8 +60,15 @@ async def open_engine(
             open_served = partial(open_sglang, _over(sglang, transport))
         case VLLMEngineConfig() as vllm:
             open_served = partial(open_vllm, _over(vllm, transport))
+    settings = model_settings(run_file, weights)
+    if settings.adapter is not None and not is_published_to:
+        raise ConfigError(
+            f"model.adapter = {run_file.model.adapter!r}: servers load the folder `model.path` "
+            "alone, and nothing is published to them here; merge the adapter into a model folder "
+            'and name that, or write engine.kind = "embedded"'
+        )
     served = await open_served(
-        model_settings(run_file, weights),
+        settings,
         text.tokenizer,
         policy=policy,
         launch=None if run_file.engine.urls else site.launcher(policy),

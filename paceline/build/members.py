@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from paceline.build.engines import make_engine, open_engine, transport_of
 from paceline.build.parts import Text, make_critic_model, make_model, make_text
-from paceline.build.policies import open_policy
+from paceline.build.policies import model_identity, open_policy
 from paceline.build.site import Site
 from paceline.build.teachers import open_teacher
 from paceline.config import RunFile
@@ -61,9 +61,7 @@ class Member:
     def fingerprint(self) -> dict[str, JsonValue]:
         """What a resumed run must share of this policy."""
         view = self.view
-        found: dict[str, JsonValue] = {
-            "model": {"path": view.model.path, **model_fingerprint(self.model)}
-        }
+        found: dict[str, JsonValue] = {"model": model_identity(view.model, self.model)}
         if self.learns:
             found["algorithm"] = view.algorithm.model_dump(mode="json")  # type: ignore[attr-defined]
         if self.critic_model is not None:
@@ -71,6 +69,8 @@ class Member:
             found["critic"] = critic
         if self.teacher is not None:
             found["teacher"] = self.teacher.identity
+        if self.learns and view.trainer.lora is not None:
+            found["lora"] = view.trainer.lora.model_dump(mode="json")
         return found
 
 
@@ -121,6 +121,7 @@ async def equip(
         transport=transport,
         turns=turns,
         weights=weights,
+        is_published_to=False,
     )
 
 

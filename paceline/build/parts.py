@@ -70,7 +70,8 @@ def model_settings(run_file: RunFile, path: Path | None = None) -> ModelConfig:
     """`[model]` with absolute paths, or with its weights from the folder `path`."""
     config = run_file.located_model
     if path is not None:
-        config = config.model_copy(update={"path": str(path), "random_init": False})
+        own = {"path": str(path), "random_init": False, "adapter": None}
+        config = config.model_copy(update=own)
     return config
 
 

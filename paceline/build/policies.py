@@ -13,7 +13,7 @@ from paceline.config import POLICY, RunFile
 from paceline.data.stream import PromptStream
 from paceline.engines.turns import Turns
 from paceline.errors import CheckpointError
-from paceline.models import model_fingerprint
+from paceline.models import ModelConfig, model_fingerprint
 from paceline.policy import Policy
 from paceline.teachers.base import Teacher
 from paceline.trainers.values import ValueModel
@@ -33,7 +33,7 @@ def fingerprint(
     """What a resumed run must share. Learning rate, cadence and length of the run may change."""
     found: dict[str, JsonValue] = {
         "seed": run_file.run.seed,
-        "model": {"path": run_file.model.path, **model_fingerprint(model)},
+        "model": model_identity(run_file.model, model),
         "data": stream.identity,
         "algorithm": run_file.algorithm.model_dump(mode="json"),  # type: ignore[attr-defined]
     }
@@ -41,7 +41,15 @@ def fingerprint(
         found["critic"] = {"path": run_file.critic_model.path, **model_fingerprint(critic)}
     if teacher is not None:
         found["teacher"] = teacher.identity
+    if run_file.trainer.lora is not None:
+        found["lora"] = run_file.trainer.lora.model_dump(mode="json")
     return found
+
+
+def model_identity(config: ModelConfig, model: PreTrainedModel) -> dict[str, JsonValue]:
+    """What a resumed run must share of the model that a policy starts from."""
+    found = {"path": config.path, **model_fingerprint(model)}
+    return found if config.adapter is None else {**found, "adapter": config.adapter}
 
 
 async def open_policy(

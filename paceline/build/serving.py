@@ -75,6 +75,7 @@ async def _evaluate(run_file: RunFile, weights: Path | None, given: Given) -> Ev
             policy=POLICY,
             transport="shared" if is_embedded else transport_of(run_file),
             weights=weights,
+            is_published_to=False,
         )
         results = await run_evals(
             [one.prepare(run_file, engine, text, POLICY) for one in sets],

@@ -13,6 +13,7 @@ from paceline.trainers.base import FSDPTrainerConfig, SingleTrainerConfig, Train
 from paceline.trainers.fsdp_weights import NamedCritic, NamedModel
 from paceline.trainers.single import SingleTrainer
 from paceline.trainers.values import ValueModel
+from paceline.types import derive_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -22,7 +23,9 @@ async def open_trainer(
     run_file: RunFile, model: PreTrainedModel, text: Text, site: Site, *, policy: str, horizon: int
 ) -> Trainer:
     """The trainer of the policy; owned by the site. horizon: optimizer steps that it will make."""
-    needs_reference = run_file.algorithm.needs_reference
+    # With an adapter the reference is the model without it.
+    needs_reference = run_file.algorithm.needs_reference and run_file.trainer.lora is None
+    seed = derive_seed(run_file.run.seed, policy, "adapter")
     match run_file.trainer:
         case SingleTrainerConfig() as config:
             single = SingleTrainer(
@@ -32,6 +35,7 @@ async def open_trainer(
                 run_file.algorithm,
                 horizon=horizon,
                 reference=make_model(run_file) if needs_reference else None,
+                seed=seed,
             )
             site.disposer.add(trainer_name(policy), single.aclose)
             return single
@@ -46,6 +50,7 @@ async def open_trainer(
                 horizon=horizon,
                 reference=source if needs_reference else None,
                 tokenizer=settings,
+                seed=seed,
             )
             group = await site.workers(spec)
             site.disposer.add(trainer_name(policy), group.aclose)

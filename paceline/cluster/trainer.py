@@ -45,6 +45,7 @@ def trainer_spec(
     horizon: int,
     reference: ModelSource | None = None,
     tokenizer: ModelConfig | None = None,
+    seed: int = 0,
 ) -> WorkerSpec:
     """The workers of a sharded trainer; see `paceline.trainers.fsdp.FSDPRank`."""
     return WorkerSpec(
@@ -57,6 +58,7 @@ def trainer_spec(
             "horizon": horizon,
             "reference": reference,
             "tokenizer": tokenizer,
+            "seed": seed,
         },
         size=config.ranks,
         threads=config.threads,

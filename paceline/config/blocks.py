@@ -253,7 +253,7 @@ class RunFile(Config):
 def locate_model(model: ModelConfig, base: Path) -> ModelConfig:
     """Absolute paths for what exists below `base` or is written as a path; ids stay ids."""
     found = {}
-    for name in ("path", "tokenizer", "chat_template"):
+    for name in ("path", "tokenizer", "chat_template", "adapter"):
         value = getattr(model, name)
         if value is not None:
             path = base / os.path.expanduser(value)

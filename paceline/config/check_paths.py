@@ -47,6 +47,19 @@ def tokenizer_is_there(run_file: RunFile, situation: Situation) -> Iterator[Prob
             yield from _model_folder(run_file, (*block, "tokenizer"), model.tokenizer)
 
 
+@reads("run.base", "model.adapter", "critic", "teacher")
+def adapter_is_there(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
+    for block, model in run_file.models.items():
+        if model.adapter is None:
+            continue
+        file = run_file.resolve(model.adapter) / "adapter_config.json"
+        if not file.is_file():
+            yield Problem(
+                (*block, "adapter"),
+                f"{file} is not there: the folder must hold an adapter in PEFT's format",
+            )
+
+
 @reads("run.base", "model.chat_template")
 def template_is_there(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
     if run_file.model.chat_template is not None:
@@ -158,6 +171,7 @@ PATH_CHECKS: tuple[Check, ...] = (
     base_is_there,
     model_is_there,
     tokenizer_is_there,
+    adapter_is_there,
     template_is_there,
     data_is_there,
     eval_data_is_there,

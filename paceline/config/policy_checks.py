@@ -92,6 +92,18 @@ def names_of_policies(run_file: RunFile, situation: Situation) -> Iterator[Probl
         )
 
 
+@reads("policies", "trainer")
+def adapters_are_trained(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
+    for name, policy in run_file.policies.items():
+        own, above = policy.trainer.lora, run_file.trainer.lora
+        if own is not None and own != above and not policy.learns:
+            yield Problem(
+                ("policies", name, "trainer", "lora"),
+                "the policy does not learn (learns = false), so nothing would train its adapter: "
+                "take the block out; to serve an adapter that is there, name it in model.adapter",
+            )
+
+
 @reads("policies", "teacher")
 def teacher_has_a_pupil(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
     if run_file.teacher is None or not run_file.policies or situation.purpose != "train":
@@ -299,6 +311,7 @@ BETWEEN: tuple[Check, ...] = (
     names_of_roles,
     shared_settings_are_shared,
     something_bounds_sampling,
+    adapters_are_trained,
     teacher_has_a_pupil,
     leader_is_one,
     roles_are_played,

@@ -237,6 +237,12 @@ CATALOGUE: dict[str, Meaning] = {
         "sum over the saves that ended",
     ),
     "time/step_s": Meaning("Wall time since the row before this one", "s", "the step"),
+    "train/adapter_norm": Meaning(
+        "Frobenius norm of what an adapter (trainer.lora) adds to the weights, after the optimizer "
+        "step",
+        "",
+        "mean over optimizer steps",
+    ),
     "train/advantage_abs": Meaning(
         "Size of the advantage",
         "",

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from paceline.models import ModelConfig
 from paceline.observe.metrics import Metrics
+from paceline.trainers.lora_settings import LoraConfig
 from paceline.types import Batch, Config, Row, StepReport
 from paceline.weights.base import WeightPlan
 
@@ -89,6 +90,9 @@ class TrainerConfig(Config):
     """CPU threads of torch; chosen at start when absent, recorded, and kept on resume."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
+    lora: LoraConfig | None = None
+    """Train a low-rank adapter in the place of the weights: gradients and moments are small, and
+    the reference needs no second model. A learning rate about ten times as large is usual."""
 
 
 class SingleTrainerConfig(TrainerConfig):
@@ -154,9 +158,12 @@ class CriticConfig(Config):
     """Clip the critic's gradient to this L2 norm; absent: `trainer.max_grad_norm`."""
 
     def for_trainer(self, actor: Settings) -> Settings:
-        """The settings of the critic's trainer: its own, and those of the actor's for the rest."""
+        """The settings of the critic's trainer: its own, and those of the actor's for the rest.
+
+        A critic has no adapter: it learns with all its weights.
+        """
         own = self.model_dump(exclude={"model", "warmup_steps"}, exclude_none=True)
-        return actor.model_copy(update=own)
+        return actor.model_copy(update={**own, "lora": None})
 
 
 class Trainer(Protocol):
@@ -192,7 +199,8 @@ class Trainer(Protocol):
         writes it, to be awaited once, while the trainer does other things. One at a time.
 
         The model goes to `path/model` in Hugging Face format with its tokenizer; of a critic its
-        body, with the head in `value_head.safetensors` beside it.
+        body, with the head in `value_head.safetensors` beside it. An adapter goes to `path/adapter`
+        in PEFT's format, and is in the weights of `path/model` too.
         """
 
     async def load(self, path: Path) -> None:

@@ -29,9 +29,10 @@ from paceline.observe.metrics import Metrics
 from paceline.trainers.base import AREAS, Head, Place, TrainerConfig
 from paceline.trainers.compiled import CompiledLayers
 from paceline.trainers.devices import fixed_order
-from paceline.trainers.forward import CausalForward, Enter, Forward, directly
+from paceline.trainers.forward import CausalForward, Enter, Forward, Result, directly
 from paceline.trainers.inputs import check_columns
 from paceline.trainers.layout import MicroBatch, filler, make_micro_batches, plan_rows
+from paceline.trainers.lora import Adapters, add_adapters
 from paceline.trainers.optimizer import (
     clip_gradients,
     gradient_norm,
@@ -44,6 +45,7 @@ from paceline.trainers.schedules import learning_rate
 from paceline.trainers.tally import Tally
 from paceline.trainers.values import ValueForward, ValueModel
 from paceline.types import Batch, Row, StepReport
+from paceline.weights.adapters import Gather
 
 if TYPE_CHECKING:
     from torch import nn
@@ -72,15 +74,18 @@ class TrainerCore:
         horizon: int,
         peers: Peers | None = None,
         check: Callable[[], None] = go_on,
+        adapters: Adapters | None = None,
     ) -> None:
         """horizon: optimizer steps of the whole run, for the schedule. check: called between
-        micro-batches; raises if the work is to end."""
+        micro-batches; raises if the work is to end. adapters: of the model, if they are what is
+        trained."""
         self._config = config
         self._objective = objective
         self._device = device
         self._horizon = horizon
         self._peers: Peers = peers or Alone()
         self._check = check
+        self.adapters = adapters
         self.model: Any = trained.model
         self.trained = trained
         self.forwards: dict[Head, Forward] = {trained.head: trained}
@@ -89,7 +94,8 @@ class TrainerCore:
         self._layers = decoder_layers(self.model) if config.activation_checkpointing else []
         self._compiled: CompiledLayers | None = None
         if config.compile and device.type == "cuda":
-            self._compiled = CompiledLayers([one.model for one in self.forwards.values()])
+            models = {id(one.model): one.model for one in self.forwards.values()}
+            self._compiled = CompiledLayers(list(models.values()))
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(self.model, config)
         self.version = 0
@@ -177,7 +183,13 @@ class TrainerCore:
         elif self._peers.index == 0:
             logger.warning("version %d: loss or gradient is not finite, step skipped", self.version)
         self.optimizer.zero_grad()
-        return StepReport(self.version, lr=lr, grad_norm=norm, is_skipped=not is_finite)
+        return StepReport(
+            self.version,
+            lr=lr,
+            grad_norm=norm,
+            is_skipped=not is_finite,
+            adapter_norm=None if self.adapters is None else self.adapters.norm(),
+        )
 
     def _add_batch(self, rows: Sequence[Row], tally: Tally) -> None:
         if not self._objective.learns_by_advantage_alone:
@@ -321,3 +333,33 @@ def make_forward(
         fused=config.compile and model.device.type == "cuda",
         enter=enter,
     )
+
+
+def add_lora(
+    model: PreTrainedModel | ValueModel,
+    config: TrainerConfig,
+    *,
+    seed: int,
+    has_reference: bool = False,
+    gather: Gather = torch.Tensor.detach,
+) -> Adapters | None:
+    """The adapter that the settings ask for, put into the model in place; None if they do not."""
+    if config.lora is None:
+        return None
+    if isinstance(model, ValueModel):
+        raise TrainerError("a critic has no adapter: it learns with all its weights")
+    if has_reference:
+        raise TrainerError(
+            "with an adapter the reference is the model without it: give no other one"
+        )
+    return add_adapters(model, config.lora, seed=seed, gather=gather)
+
+
+def without(adapters: Adapters, enter: Enter = directly) -> Enter:
+    """Runs paths through the model as it is without its adapter. enter: for the path itself."""
+
+    def run(path: Callable[[], Result]) -> Result:
+        with adapters.off():
+            return enter(path)
+
+    return run

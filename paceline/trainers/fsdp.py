@@ -23,13 +23,14 @@ from paceline.models import ModelConfig, load_tokenizer
 from paceline.observe.metrics import Metrics
 from paceline.observe.recorder import peak_memory_mib
 from paceline.trainers.base import AREAS, FSDPTrainerConfig, Head, Place
-from paceline.trainers.core import TrainerCore, check_trainable, make_forward
+from paceline.trainers.core import TrainerCore, add_lora, check_trainable, make_forward, without
 from paceline.trainers.forward import Forward
 from paceline.trainers.fsdp_parcels import Parcels
 from paceline.trainers.fsdp_ranks import Ranks, Seat
-from paceline.trainers.fsdp_shards import Root, make_mesh, shard
+from paceline.trainers.fsdp_shards import Root, make_mesh, shard, whole
 from paceline.trainers.fsdp_state import Saver, load
-from paceline.trainers.fsdp_weights import ModelSource, fill, find_spots
+from paceline.trainers.fsdp_weights import ModelSource, fill, find_spots, put_rows
+from paceline.trainers.lora import Adapters, fill_adapters
 from paceline.trainers.optimizer import move_moments
 from paceline.trainers.threads import available_cores
 from paceline.types import Batch, Row, StepReport
@@ -55,8 +56,12 @@ class FSDPRank:
         horizon: int,
         reference: ModelSource | None = None,
         tokenizer: ModelConfig | None = None,
+        seed: int = 0,
     ) -> None:
-        """horizon: optimizer steps of the whole run. tokenizer: whose is saved with the model."""
+        """horizon: optimizer steps of the whole run. tokenizer: whose is saved with the model.
+
+        seed: of an adapter's first numbers.
+        """
         # Threads that wait for a core that another rank spins on would slow all of them down.
         torch.set_num_threads(config.threads or max(1, available_cores() // seat.size))
         self._ranks = Ranks(seat, replicas=config.replicas, timeout_s=config.timeout_s)
@@ -65,12 +70,17 @@ class FSDPRank:
         self._saver: Saver | None = None
         self._parcels: Parcels | None = None
         self._roots: list[Root] = []
+        self._adapters: Adapters | None = None
+        self._reference: Forward | None = None
         # FSDP computes in the type that it gathers in, so nothing is cast on the way.
         own = config.model_copy(update={"autocast": "off"})
         try:
             self._mesh = make_mesh(self._ranks.device, self._ranks.size, config.replicas)
-            trained = self._open(source, config, objective, has_reference=reference is not None)
-            frozen = None if reference is None else self._open(reference, config)
+            has_reference = reference is not None
+            trained = self._open(source, config, objective, has_reference=has_reference, seed=seed)
+            adapters, frozen = self._adapters, self._reference
+            if reference is not None:
+                frozen = self._open(reference, config)
             with self._ranks.together("load the tokenizer"):
                 is_first = self._ranks.index == 0
                 text = load_tokenizer(tokenizer) if tokenizer and is_first else None
@@ -82,6 +92,7 @@ class FSDPRank:
                 device=self._ranks.device,
                 horizon=horizon,
                 peers=self._ranks,
+                adapters=adapters,
             )
         except BaseException:
             self._ranks.leave()
@@ -202,22 +213,40 @@ class FSDPRank:
         objective: Objective | None = None,
         *,
         has_reference: bool = False,
+        seed: int = 0,
     ) -> Forward:
-        """Shard, fill and try out a model; without an objective it is frozen."""
+        """Shard, fill and try out a model; without an objective it is frozen.
+
+        With an adapter the same model without it becomes the reference.
+        """
+        adapters = None
         with self._ranks.together("make the model"):
             model = source.blank().eval()
             if objective is None:
                 model.requires_grad_(False)
             else:
+                adapters = add_lora(
+                    model, config, seed=seed, has_reference=has_reference, gather=self._whole
+                )
+                has_reference = has_reference or adapters is not None
                 check_trainable(model, objective, has_reference=has_reference)
             spots = find_spots(model, source.folder)
         root = shard(model, self._mesh, config, self._ranks.device)
         fill(model, spots, source.whole, self._ranks)
+        if adapters is not None:
+            fill_adapters(model, seed, put_rows)
         self._roots.append(root)
         with torch.no_grad():
             forward: Forward = root(lambda: make_forward(model, config, root))
+            if adapters is not None:
+                enter = without(adapters, root)
+                self._adapters = adapters
+                self._reference = root(lambda: make_forward(model, config, enter))
         root.settle()
         return forward
+
+    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        return whole(tensor, self._ranks.device)
 
     def _work(self, work: Callable[[], Result], *, leaves: bool = True) -> Result:
         """leaves: an error may be this rank's alone, in the midst of what all do together."""

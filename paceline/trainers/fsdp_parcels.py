@@ -18,6 +18,7 @@ from paceline.errors import WeightError
 from paceline.models import write_model_files
 from paceline.trainers.fsdp_ranks import Ranks
 from paceline.trainers.fsdp_shards import whole
+from paceline.weights.adapters import merged_tensors
 from paceline.weights.base import Meeting, Parcel, Transport
 from paceline.weights.naming import as_checkpoint, own_tensors
 from paceline.weights.source import Outbox
@@ -123,6 +124,9 @@ class Parcels:
         self._sent = self._sender.submit(work)
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        shards = own_tensors(self._model)
-        full = ((name, whole(tensor, self._ranks.device)) for name, tensor in shards)
+        full = merged_tensors(
+            self._model,
+            own_tensors(self._model),
+            lambda tensor: whole(tensor, self._ranks.device),
+        )
         return as_checkpoint(self._model, full)

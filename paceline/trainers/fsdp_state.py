@@ -7,7 +7,9 @@ in a thread while the trainer does.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,15 +18,17 @@ import safetensors.torch
 import torch
 
 from paceline.errors import TrainerError
-from paceline.models import model_fingerprint, writable
+from paceline.models import writable
 from paceline.observe.files import REAL_FILES
 from paceline.trainers.core import TrainerCore
 from paceline.trainers.fsdp_ranks import Ranks
 from paceline.trainers.fsdp_shards import own_rows, whole
-from paceline.trainers.fsdp_weights import fill, find_spots
+from paceline.trainers.fsdp_weights import fill, find_spots, put_rows
+from paceline.trainers.lora import ADAPTER_FOLDER
 from paceline.trainers.optimizer import MOMENTS, check_moments, local
 from paceline.trainers.state import (
     MODEL_FOLDER,
+    fingerprint_of,
     optimizer_file,
     optimizer_files,
     read_state,
@@ -35,6 +39,7 @@ from paceline.trainers.state import (
     write_model,
     write_state,
 )
+from paceline.weights.adapters import merged_tensors
 from paceline.weights.tensors import named_tensors
 
 if TYPE_CHECKING:
@@ -60,11 +65,16 @@ class Saver:
         if self._written is not None:
             raise TrainerError("a checkpoint is being written: finish it first")
         model = core.model
-        fingerprint, counters = model_fingerprint(model), core.counters
+        fingerprint, counters = fingerprint_of(model, core.adapters), core.counters
         weights = self._gather_weights(model)
         moments = self._gather_moments(core)
+        write_adapter = None
+        if core.adapters is not None:
+            write_adapter = partial(core.adapters.write, tensors=core.adapters.tensors())
         self._finish = (path, fingerprint, counters)
-        self._written = self._writer.submit(self._write, path, model, weights, moments)
+        self._written = self._writer.submit(
+            self._write, path, model, weights, moments, write_adapter
+        )
 
     @property
     def has_written(self) -> bool:
@@ -89,8 +99,9 @@ class Saver:
 
     def _gather_weights(self, model: Any) -> dict[str, Tensor]:
         kept: dict[str, Tensor] = {}
-        for name, tensor in named_tensors(model).items():
-            full = whole(tensor, self._ranks.device)
+        shards = named_tensors(model).items()
+        merged = merged_tensors(model, shards, lambda t: whole(t, self._ranks.device))
+        for name, full in merged:
             if self._ranks.index == 0:
                 kept[name] = full.to("cpu", copy=True)
         return kept
@@ -109,10 +120,18 @@ class Saver:
         return kept
 
     def _write(
-        self, path: Path, model: Any, weights: dict[str, Tensor], moments: dict[str, Tensor]
+        self,
+        path: Path,
+        model: Any,
+        weights: dict[str, Tensor],
+        moments: dict[str, Tensor],
+        write_adapter: Callable[[Path], None] | None,
     ) -> None:
         if self._ranks.index == 0:
             write_model(path, model, self._tokenizer, weights)
+            if write_adapter is not None:
+                with writable(path):
+                    write_adapter(path / ADAPTER_FOLDER)
         file = optimizer_file(path, self._ranks.index, self._ranks.size)
         with writable(path):
             path.mkdir(parents=True, exist_ok=True)
@@ -125,18 +144,29 @@ class Saver:
 
 def load(path: Path, core: TrainerCore, ranks: Ranks, settings: dict[str, Any]) -> None:
     """Restore what any trainer saved. Nothing is changed before all has been found to fit."""
+    adapters = core.adapters
+    adapter: dict[str, Tensor] = {}
+    if adapters is not None:
+        _ = adapters.base  # gathered by all ranks together, before any of them may find an error
     with ranks.together("read the checkpoint"):
-        state = read_state(path, core.model)
-        spots = find_spots(core.model, path / MODEL_FOLDER)
+        state = read_state(path, core.model, adapters)
+        spots = None
+        if adapters is None:
+            spots = find_spots(core.model, path / MODEL_FOLDER)
         with readable(path):
+            if adapters is not None:
+                adapter = adapters.read(path / ADAPTER_FOLDER)
             spots_of_moments = _find_moments(optimizer_files(path))
         shapes = {key: shape for key, (shape, _) in spots_of_moments.items()}
         parameters, names = check_moments(core.model, shapes)
         moments = {name: _empty_moments(parameters[name]) for name in names}
         with readable(path):
             _read_moments(moments, spots_of_moments)
-    with readable(path):
-        fill(core.model, spots, lambda: restore_saved(core.model, path), ranks)
+    if adapters is None:
+        with readable(path):
+            fill(core.model, spots, lambda: restore_saved(core.model, path), ranks)
+    else:
+        adapters.put(adapter, put_rows)
     core.optimizer.state.clear()
     for name in names:
         core.optimizer.state[parameters[name]] = moments[name]

@@ -23,6 +23,7 @@ from paceline.trainers.fsdp_ranks import Ranks
 from paceline.trainers.fsdp_shards import own_rows
 from paceline.trainers.optimizer import local
 from paceline.trainers.values import HEAD_FILE, ValueModel, load_value_model
+from paceline.weights.adapters import base_tensors
 from paceline.weights.tensors import named_tensors
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class NamedModel:
 
     @property
     def folder(self) -> Path | None:
-        return None if self.config.random_init else Path(self.config.path).expanduser()
+        return _weight_folder(self.config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,13 @@ class NamedCritic:
 
     @property
     def folder(self) -> Path | None:
-        return None if self.config.random_init else Path(self.config.path).expanduser()
+        return _weight_folder(self.config)
+
+
+def _weight_folder(config: ModelConfig) -> Path | None:
+    if config.random_init or config.adapter is not None:
+        return None
+    return Path(config.path).expanduser()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +112,11 @@ Spots = dict[str, Spot | None]
 def fill(
     model: nn.Module, spots: Spots | None, make_whole: Callable[[], nn.Module], ranks: Ranks
 ) -> None:
-    """Write the numbers into the model's tensors, in place.
+    """Write the numbers into the model's tensors, in place, but for those of an adapter.
 
     spots: what `find_spots` returned. make_whole: called on rank 0 alone, where it takes that.
     """
-    targets = named_tensors(model)
+    targets = base_tensors(model)
     if ranks.all_true(spots is not None):
         with ranks.together("read the weights"):
             read_rows(targets, cast(Spots, spots))
@@ -128,6 +135,11 @@ def fill(
             buffer = torch.empty(shape, dtype=kind, device=ranks.device)
         ranks.broadcast(buffer)
         local(target).copy_(buffer[own_rows(target)] if shape else buffer)
+
+
+def put_rows(target: Tensor, full: Tensor) -> None:
+    """Write this rank's rows of a whole tensor, in place."""
+    local(target).copy_(full[own_rows(target)])
 
 
 def read_rows(targets: Mapping[str, Tensor], spots: Spots) -> None:
@@ -165,7 +177,7 @@ def find_spots(model: nn.Module, folder: Path | None) -> Spots | None:
         return None  # whoever loads the whole says what is wrong
     prefix = getattr(model, "base_model_prefix", "")
     spots: Spots = {}
-    for name, tensor in named_tensors(model).items():
+    for name, tensor in base_tensors(model).items():
         found = [key for key in (name, f"{prefix}.{name}") if key in shapes]
         if not found or shapes[found[0]][0] != list(tensor.shape):
             return None

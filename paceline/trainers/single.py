@@ -19,12 +19,13 @@ from paceline.models import write_model_files
 from paceline.observe.metrics import Metrics
 from paceline.trainers.background import WorkThread, in_thread
 from paceline.trainers.base import Head, Later, Place, SingleTrainerConfig
-from paceline.trainers.core import TrainerCore, check_trainable, make_forward
+from paceline.trainers.core import TrainerCore, add_lora, check_trainable, make_forward, without
 from paceline.trainers.devices import resolve_device
 from paceline.trainers.optimizer import move_moments
 from paceline.trainers.state import HeldState, hold_state, load_state, save_state
 from paceline.trainers.values import ValueModel
 from paceline.types import Batch, Row, StepReport
+from paceline.weights.adapters import merged_tensors
 from paceline.weights.base import WeightPlan
 from paceline.weights.naming import as_checkpoint, own_tensors
 from paceline.weights.source import LocalSource, Outbox
@@ -49,16 +50,21 @@ class SingleTrainer:
         horizon: int,
         reference: PreTrainedModel | None = None,
         address: str = "127.0.0.1",
+        seed: int = 0,
     ) -> None:
-        """horizon: optimizer steps of the whole run, for the schedule. reference: frozen here.
+        """horizon: optimizer steps of the whole run, for the schedule. reference: frozen here;
+        with `config.lora` it is the model without its adapter, and none is given.
 
-        address: of this machine, as engines of other processes reach it for new weights. The model
-        is moved to the device and trained in place.
+        address: of this machine, as engines of other processes reach it for new weights. seed: of
+        an adapter's first numbers. The model is moved to the device and trained in place: with
+        `config.lora` it gets an adapter, and keeps its weights.
         """
         self._device = resolve_device(config.device)
         if reference is model:
             raise TrainerError("the reference is the trained model itself: give a copy of it")
-        check_trainable(model, objective, has_reference=reference is not None)
+        adapters = add_lora(model, config, seed=seed, has_reference=reference is not None)
+        has_reference = reference is not None or adapters is not None
+        check_trainable(model, objective, has_reference=has_reference)
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         self._tokenizer = tokenizer
@@ -66,7 +72,9 @@ class SingleTrainer:
         # Evaluation mode: dropout would make log-probs random and ratios differ from 1.
         trained = make_forward(model.to(self._device).eval(), config)
         frozen = None
-        if reference is not None:
+        if adapters is not None:
+            frozen = make_forward(model, config, without(adapters))
+        elif reference is not None:
             frozen = make_forward(reference.to(self._device).eval().requires_grad_(False), config)
         self._thread = WorkThread("trainer")
         self._core = TrainerCore(
@@ -77,9 +85,12 @@ class SingleTrainer:
             device=self._device,
             horizon=horizon,
             check=self._thread.check,
+            adapters=adapters,
         )
         self._outbox = Outbox(
-            lambda: as_checkpoint(model, own_tensors(model)),
+            lambda: as_checkpoint(
+                model, merged_tensors(model, own_tensors(model), torch.Tensor.detach)
+            ),
             write_config=lambda folder: write_model_files(model, tokenizer, folder),
             address=address,
             device=self._device,
@@ -116,7 +127,8 @@ class SingleTrainer:
         """
 
         def write(held: HeldState) -> None:
-            save_state(path, self._core.model, self._tokenizer, held, self._settings)
+            core = self._core
+            save_state(path, core.model, self._tokenizer, held, self._settings, core.adapters)
 
         if later is None:
             await self._thread.run(lambda: write(self._hold(copies=False)))
@@ -128,7 +140,9 @@ class SingleTrainer:
         """Restore bit for bit what `save` wrote; a folder of another model is refused."""
         core = self._core
         await self._thread.run(
-            lambda: core.restore(load_state(path, core.model, core.optimizer, self._settings))
+            lambda: core.restore(
+                load_state(path, core.model, core.optimizer, self._settings, core.adapters)
+            )
         )
 
     async def place(self, where: Place) -> None:
@@ -145,7 +159,7 @@ class SingleTrainer:
 
     def _hold(self, *, copies: bool) -> HeldState:
         core = self._core
-        return hold_state(core.model, core.optimizer, core.counters, copies=copies)
+        return hold_state(core.model, core.optimizer, core.counters, core.adapters, copies=copies)
 
     def _move(self, where: Place) -> None:
         target = self._device if where == "device" else torch.device("cpu")

@@ -1,6 +1,8 @@
 """The folder that a trainer saves: model, moments and counters. No pickle; durable when written.
 
 model/                  Hugging Face format, with the tokenizer; of a critic its body, and its head
+adapter/                PEFT's format, where an adapter is trained, which model/ has merged; a
+                        resume takes the weights below it from `[model]`
 optimizer.safetensors   exp_avg, exp_avg_sq and step of each parameter; or several such files
 trainer.json            counters, the model's fingerprint, settings and versions
 
@@ -32,8 +34,10 @@ from paceline.models import (
     writable,
 )
 from paceline.observe.files import REAL_FILES, encode_json
+from paceline.trainers.lora import ADAPTER_FOLDER, Adapters
 from paceline.trainers.optimizer import moments, set_moments
 from paceline.trainers.values import ValueModel, export_value_model, restore_value_model
+from paceline.weights.adapters import merged_tensors
 from paceline.weights.tensors import named_tensors
 
 if TYPE_CHECKING:
@@ -57,22 +61,38 @@ class HeldState:
     moments: dict[str, Tensor]
     fingerprint: dict[str, Any]
     counters: dict[str, int]
+    adapter: dict[str, Tensor] | None = None
+    """As `Adapters.tensors` gives it, where an adapter is trained."""
 
 
 def hold_state(
     model: PreTrainedModel | ValueModel,
     optimizer: torch.optim.Optimizer,
     counters: dict[str, int],
+    adapters: Adapters | None = None,
     *,
     copies: bool,
 ) -> HeldState:
     """copies: of all tensors, so that training may go on before they are written."""
     weights: dict[str, Tensor] | None = None
-    if copies:
-        own = named_tensors(model).items()
-        weights = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in own}
-    held = moments(model, optimizer, copies=copies)
-    return HeldState(weights, held, model_fingerprint(model), counters)
+    if copies or adapters is not None:
+        own = merged_tensors(model, named_tensors(model).items(), torch.Tensor.detach)
+        weights = {name: tensor.to("cpu", copy=copies).contiguous() for name, tensor in own}
+    return HeldState(
+        weights,
+        moments(model, optimizer, copies=copies),
+        fingerprint_of(model, adapters),
+        counters,
+        None if adapters is None else adapters.tensors(),
+    )
+
+
+def fingerprint_of(
+    model: PreTrainedModel | ValueModel, adapters: Adapters | None
+) -> dict[str, Any]:
+    """What a checkpoint and a run must have in common; with adapters, the frozen weights too."""
+    own = model_fingerprint(model)
+    return own if adapters is None else {**own, "base": adapters.base}
 
 
 def save_state(
@@ -81,6 +101,7 @@ def save_state(
     tokenizer: PreTrainedTokenizerBase | None,
     held: HeldState,
     settings: dict[str, Any],
+    adapters: Adapters | None = None,
 ) -> None:
     """Write everything into the folder `path`; every file is on the disk when this returns.
 
@@ -89,6 +110,8 @@ def save_state(
     write_model(path, model, tokenizer, held.weights)
     with writable(path):
         safetensors.torch.save_file(held.moments, path / OPTIMIZER_FILE)
+        if adapters is not None and held.adapter is not None:
+            adapters.write(path / ADAPTER_FOLDER, held.adapter)
     write_state(path, held.fingerprint, held.counters, settings)
 
 
@@ -128,6 +151,7 @@ def load_state(
     model: PreTrainedModel | ValueModel,
     optimizer: torch.optim.Optimizer,
     settings: dict[str, Any],
+    adapters: Adapters | None = None,
 ) -> dict[str, int]:
     """Put the weights and moments of `path` into the model and optimizer; returns the counters.
 
@@ -135,22 +159,29 @@ def load_state(
     CheckpointError for a folder that can not be read and ResumeMismatchError for one of another
     model, both before anything is changed.
     """
-    state = read_state(path, model)
+    state = read_state(path, model, adapters)
     with readable(path):
-        saved = restore_saved(model, path)
+        if adapters is None:
+            weights = named_tensors(restore_saved(model, path))
+        else:
+            weights = adapters.read(path / ADAPTER_FOLDER)
         tensors: dict[str, Tensor] = {}
         for file in optimizer_files(path):
             tensors |= safetensors.torch.load_file(file)
     set_moments(model, optimizer, tensors)
-    weights = named_tensors(saved)
-    with torch.no_grad():
-        for name, tensor in named_tensors(model).items():
-            tensor.copy_(weights[name])
+    if adapters is None:
+        with torch.no_grad():
+            for name, tensor in named_tensors(model).items():
+                tensor.copy_(weights[name])
+    else:
+        adapters.put(weights)
     report_changes(path, state, settings)
     return dict(state["counters"])
 
 
-def read_state(path: Path, model: PreTrainedModel | ValueModel) -> dict[str, Any]:
+def read_state(
+    path: Path, model: PreTrainedModel | ValueModel, adapters: Adapters | None = None
+) -> dict[str, Any]:
     """What stands in `trainer.json`. Raises ResumeMismatchError if it is of another model."""
     state = _read(path / STATE_FILE)
     if differences := fingerprint_differences(state["model"], model_fingerprint(model)):
@@ -159,6 +190,8 @@ def read_state(path: Path, model: PreTrainedModel | ValueModel) -> dict[str, Any
             f"{'; '.join(differences[:5])}; resume with the former [model] or [critic] "
             "block, or start a run with another name"
         )
+    if adapters is not None:
+        adapters.check_base(state["model"].get("base"), path)
     return state
 
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.core_model_loading import revert_weight_conversion
 
+from paceline.weights.adapters import merged_tensors
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -45,7 +47,7 @@ def as_checkpoint(
     """The tensors in the form of a checkpoint. At most those of one layer are held at a time.
 
     module: a transformers model, or one whose tensors need no conversion. tensors: with names as
-    `own_tensors` gives them, in its order, whole and not sharded.
+    `own_tensors` gives them, in its order, whole and not sharded, and adapters merged.
     """
     if not hasattr(module, "config") or not _has_conversions(module):
         yield from tensors
@@ -64,14 +66,15 @@ def as_checkpoint(
 
 def _has_conversions(module: nn.Module) -> bool:
     """Tried on tensors without numbers: what is not touched keeps name and identity."""
-    bare = {
-        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        for name, tensor in own_tensors(module)
-    }
+    bare = dict(merged_tensors(module, own_tensors(module), _bare))
     reverted = _revert(module, dict(bare))
     return reverted.keys() != bare.keys() or any(
         reverted[name].shape != tensor.shape for name, tensor in bare.items()
     )
+
+
+def _bare(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def _revert(module: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
