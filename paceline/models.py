@@ -167,7 +167,7 @@ def _with_adapter(model: Any, named: str, key: str) -> Any:
             raise ConfigError(f"{key} = {named!r}: the adapter is of another model: {text[:300]}")
         if issubclass(warning.category, UserWarning):
             logger.warning("%s: %s", key, text)
-    return adapted.merge_and_unload()
+    return adapted.merge_and_unload().requires_grad_(True)
 
 
 def load_peft(wanted_by: str) -> Any:

@@ -1,11 +1,11 @@
 """Kills a small run at its n-th event, resumes it, and prints what both left. Run by test_crash.
 
-    python crash_runs.py FOLDER FIRST LAST STRIDE [--ppo | --distill | --two | --three] [--second]
-        [--foreground | --slow-disk] [--apart]
+    python crash_runs.py FOLDER FIRST LAST STRIDE [--ppo | --distill | --lora | --two | --three]
+        [--second] [--foreground | --slow-disk] [--apart]
 
 An event is the begin or end of a phase, or an operation on files. Every run is a forked child, so
 that the libraries are loaded once. `--ppo` trains with a critic, which warms up over two steps,
-`--distill` from a loaded teacher. `--two` trains a solver and a verifier in joint episodes,
+`--distill` from a loaded teacher, `--lora` an adapter. `--two` trains a solver and a verifier in joint episodes,
 `--three` one more with prompts of its own; both in the deterministic mode. `--second` kills the
 resumed run once more, at the same event. Saves go on in the background, unless `--foreground` is
 given; with `--slow-disk` each lasts over several phases of the run. `--apart`: evals, whose scores
@@ -15,6 +15,7 @@ wait for a save, come at every second save alone.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import shutil
@@ -86,6 +87,14 @@ kind = "distill"
 top_k = 4
 [teacher]
 model.path = "{folder}/teacher"
+"""
+
+LORA = """
+[algorithm]
+kind = "grpo"
+kl_coef = 0.1
+[trainer.lora]
+rank = 4
 """
 
 TWO = """
@@ -209,7 +218,7 @@ def _blocks(options: Sequence[str]) -> str:
         text = text.replace('[reward]\nkind = "regex"\npattern = "[0-4]"\n', "")
         text = text.replace("[rollout]\n", '[rollout]\nenv = "{folder}/env.py:play"\n')
         return text + TWO + (THREE if "--three" in options else "")
-    text = RUN_FILE + (PPO if "--ppo" in options else "")
+    text = RUN_FILE + (PPO if "--ppo" in options else "") + (LORA if "--lora" in options else "")
     return text + (DISTILL if "--distill" in options else "")
 
 
@@ -257,6 +266,8 @@ def outcome(run_dir: Path) -> dict[str, object]:
 def main() -> None:
     folder, first, last, stride = Path(sys.argv[1]), *map(int, sys.argv[2:5])
     twice = "--second" in sys.argv
+    if "--lora" in sys.argv:
+        importlib.import_module("peft")
     prepare(folder)
     events_file = folder / "events.json"
     if run(folder, "whole", events_file) != 0:

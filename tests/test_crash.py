@@ -74,6 +74,14 @@ def test_killed_at_some_events_with_a_teacher(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
+def test_killed_at_some_events_with_an_adapter(tmp_path: Path) -> None:
+    first, lines = crash(tmp_path, "5", "9999", "97", "--lora")
+    assert first["expected"]["rows"][1]["train/adapter_norm"] > 0
+    assert any(name.endswith("adapter_model.safetensors") for name in first["expected"]["hashes"])
+    check(lines, 1)
+
+
+@pytest.mark.timeout(300)
 def test_killed_at_some_events_with_two_policies(tmp_path: Path) -> None:
     first, lines = crash(tmp_path, "61", "9999", "131", "--two")
     newest = {row["policy"]: row["step"] for row in first["expected"]["rows"]}
