@@ -52,6 +52,7 @@ INTERACTIONS: dict[str, tuple[str, ...]] = {
         "trainer.activation_checkpointing",
         "trainer.logprob_chunk_tokens",
     ),
+    "trainer.lora": ("trainer.lr", "model.adapter"),
     "critic.lr": ("critic.warmup_steps", "algorithm.value_clip"),
     "model.dtype": ("trainer.autocast",),
     "teacher.url": ("rollout.sampling.temperature", "algorithm.top_k"),

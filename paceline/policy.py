@@ -127,7 +127,7 @@ class Policy:
                 metrics.mean(f"{area}/lr", report.lr)
                 metrics.sum(f"{area}/skipped_updates", report.is_skipped)
                 if report.adapter_norm is not None:
-                    metrics.mean(f"{area}/adapter_norm", report.adapter_norm)
+                    metrics.mean("train/adapter_norm", report.adapter_norm)
         return metrics
 
     async def place(self, where: Place) -> None:

@@ -110,6 +110,15 @@ def test_a_server_that_runs_already(
 
 
 @served
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_a_server_gets_an_adapter_as_part_of_the_weights(
+    tmp_path: Path, url: str, trainer: str
+) -> None:
+    options = ("trainer.lora.rank=4", *TRAINERS[trainer], *attached(url, "collective"))
+    assert_whole(run(tmp_path, "sync", *options), "sync")
+
+
+@served
 def test_two_policies_on_ray(tmp_path: Path) -> None:
     """Both are sharded trainers with servers of their own, which Ray starts."""
     pytest.importorskip("ray", reason="the extra `ray` is not installed")

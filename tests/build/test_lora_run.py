@@ -151,6 +151,8 @@ def test_ranks_in_processes_of_their_own_give_the_same_run(folder: Path) -> None
 
 
 ENV = "rollout.env=rewards.py:score"
+
+
 @pytest.mark.slow
 def test_it_learns_a_small_task(tmp_path: Path) -> None:
     """A random model comes to say digits. Its head, which stays as it is, can tell tokens apart."""
