@@ -8,8 +8,8 @@ that the libraries are loaded once. `--ppo` trains with a critic, which warms up
 `--distill` from a loaded teacher, `--lora` an adapter. `--two` trains a solver and a verifier in
 joint episodes, `--three` one more with prompts of its own; both in the deterministic mode.
 `--second` kills the resumed run once more, at the same event. Saves go on in the background, unless
-`--foreground` is given; with `--slow-disk` each lasts over several phases of the run. `--apart`: evals, whose scores
-wait for a save, come at every second save alone.
+`--foreground` is given; with `--slow-disk` each lasts over several phases of the run. `--apart`:
+evals, whose scores wait for a save, come at every second save alone.
 """
 
 from __future__ import annotations

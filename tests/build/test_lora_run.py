@@ -150,9 +150,6 @@ def test_ranks_in_processes_of_their_own_give_the_same_run(folder: Path) -> None
         assert found["train/mismatch_max"] < 1e-5
 
 
-ENV = "rollout.env=rewards.py:score"
-
-
 @pytest.mark.slow
 def test_it_learns_a_small_task(tmp_path: Path) -> None:
     """A random model comes to say digits. Its head, which stays as it is, can tell tokens apart."""
@@ -174,6 +171,7 @@ def test_it_learns_a_small_task(tmp_path: Path) -> None:
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2, rewards
 
 
+ENV = "rollout.env=rewards.py:score"
 TWO = """
 [policies.one]
 [policies.two]
