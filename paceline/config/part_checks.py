@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from urllib.parse import urlsplit
 
 from paceline.config.blocks import RunFile
 from paceline.config.checks import Check, Situation, reads
 from paceline.config.problems import Problem
-from paceline.engines.arguments import check_sglang, check_vllm
+from paceline.engines.arguments import check_sglang, check_sglang_router, check_vllm
 from paceline.engines.base import (
     EmbeddedEngineConfig,
     ServedEngineConfig,
@@ -62,10 +62,11 @@ def attached_servers_are_as_they_are(run_file: RunFile, situation: Situation) ->
     engine = run_file.engine
     if not isinstance(engine, ServedEngineConfig) or not engine.urls:
         return
+    starts_router = isinstance(engine, SGLangEngineConfig) and engine.router == "sglang"
     given = {
         "extra_arguments": bool(engine.extra_arguments),
-        "env": bool(engine.env),
-        "python": engine.python is not None,
+        "env": bool(engine.env) and not starts_router,
+        "python": engine.python is not None and not starts_router,
         "replicas": engine.replicas != 1,
     }
     for key in (key for key, is_given in given.items() if is_given):
@@ -93,15 +94,26 @@ def _is_address(url: str) -> bool:
 @reads("engine")
 def arguments_are_the_users(run_file: RunFile, situation: Situation) -> Iterator[Problem]:
     engine = run_file.engine
+    if isinstance(engine, SGLangEngineConfig):
+        yield from _refused("extra_arguments", check_sglang, engine.extra_arguments)
+        yield from _refused("router_arguments", check_sglang_router, engine.router_arguments)
+        if engine.router_arguments and engine.router != "sglang":
+            yield Problem(
+                ("engine", "router_arguments"),
+                f'engine.router = "{engine.router}" takes none: write engine.router = "sglang", or '
+                "leave them out",
+            )
+    elif isinstance(engine, VLLMEngineConfig):
+        yield from _refused("extra_arguments", check_vllm, engine.extra_arguments)
+
+
+def _refused(
+    key: str, check: Callable[[Sequence[str]], None], arguments: Sequence[str]
+) -> Iterator[Problem]:
     try:
-        if isinstance(engine, SGLangEngineConfig):
-            check_sglang(engine.extra_arguments)
-        elif isinstance(engine, VLLMEngineConfig):
-            check_vllm(engine.extra_arguments)
+        check(arguments)
     except ConfigError as error:
-        yield Problem(
-            ("engine", "extra_arguments"), str(error).removeprefix("engine.extra_arguments: ")
-        )
+        yield Problem(("engine", key), str(error).removeprefix(f"engine.{key}: "))
 
 
 @reads("engine.kind", "trainer.kind", "run.deterministic", "evals.background", "cluster")

@@ -38,6 +38,34 @@ SGLANG = {
 }
 DATA_PARALLEL = ("--dp", "--dp-size", "--data-parallel-size")
 
+WHOLE = "which would need other servers than whole replicas"
+KNOWS = "which is the engine's to decide, who knows what weights a replica holds"
+SGLANG_ROUTER = {
+    "--host": "engine.host",
+    "--port": "which is chosen when the router starts",
+    "--prometheus-host": "which is loopback",
+    "--prometheus-port": "which is chosen when the router starts",
+    "--worker-urls": "engine.replicas or engine.urls",
+    "--api-key": "which is that of the servers",
+    "--control-plane-api-keys": "which is that of the servers",
+    "--request-timeout-secs": "engine.request_timeout_s",
+    "--disable-retries": "engine.retries",
+    "--retry-max-retries": "engine.retries",
+    "--disable-circuit-breaker": KNOWS,
+    "--disable-health-check": KNOWS,
+    "--health-check-interval-secs": KNOWS,
+    "--health-check-timeout-secs": KNOWS,
+    "--health-check-endpoint": KNOWS,
+    "--service-discovery": KNOWS,
+    "--pd-disaggregation": WHOLE,
+    "--prefill": WHOLE,
+    "--decode": WHOLE,
+    "--mini-lb": WHOLE,
+    "--backend": WHOLE,
+    "--enable-igw": WHOLE,
+    "--dp-aware": WHOLE,
+}
+
 VLLM = {
     "--model": "model.path",
     "--tokenizer": "model.tokenizer",
@@ -95,18 +123,25 @@ def check_sglang(extra: Sequence[str]) -> None:
             )
 
 
+def check_sglang_router(extra: Sequence[str]) -> None:
+    """Raise ConfigError for what is set elsewhere, or would let requests go astray."""
+    _refuse_own(flags_of(extra), SGLANG_ROUTER, "engine.router_arguments")
+
+
 def check_vllm(extra: Sequence[str]) -> None:
     """Raise ConfigError for what is set elsewhere, or would break the coupling with the trainer."""
     _refuse_own(flags_of(extra), VLLM)
 
 
-def _refuse_own(flags: Sequence[str], own: Mapping[str, str]) -> None:
+def _refuse_own(
+    flags: Sequence[str], own: Mapping[str, str], key: str = "engine.extra_arguments"
+) -> None:
     for flag in flags:
         name = next((name for name in own if _means(flag, name)), None)
         if name is not None:
             is_ours = own[name].startswith("which ")
             instead = f"it names something {own[name]}" if is_ours else f"set {own[name]}"
-            raise ConfigError(f"engine.extra_arguments: take {flag} out; {instead}")
+            raise ConfigError(f"{key}: take {flag} out; {instead}")
 
 
 def _means(flag: str, own: str) -> bool:

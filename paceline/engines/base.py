@@ -201,6 +201,13 @@ class SGLangEngineConfig(ServedEngineConfig):
 
     kind: Literal["sglang"] = "sglang"
     """Which engine: `sglang` runs SGLang servers."""
+    router: Literal["paceline", "sglang"] = "paceline"
+    """Who chooses the replica that answers a request. `paceline`: the one with the least to do,
+    groups together. `sglang`: a process of the package `sglang-router`, started beside the servers
+    with the interpreter of `python`, also where `urls` are given."""
+    router_arguments: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Further command-line arguments of SGLang's router, such as `"--policy", "power_of_two"`. One
+    that Paceline sets itself is refused."""
 
 
 class VLLMEngineConfig(ServedEngineConfig):

@@ -1,8 +1,9 @@
 """The embedded engine: any transformers causal LM in this process, with continuous batching.
 
 Parts: `embedded_queue` lets requests in, `embedded_serving` runs the background task,
-`embedded_batch` holds the slots, `embedded_model` runs the forwards over `embedded_cache`,
-`embedded_sampler` draws tokens, `embedded_weights` takes new parameters.
+`embedded_batch` holds the slots and `embedded_columns` their numbers, `embedded_model` runs the
+forwards over `embedded_cache`, `embedded_sampler` draws tokens, `embedded_weights` takes new
+parameters.
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@ Everything here runs in the engine's one worker thread; the event loop hands ove
 back what ended. Rows 0..N-1 are compact before each step: what arrives fills the holes first, then
 the last rows move into those that are left. With captured steps, whose number of rows is rounded
 up, they move only when that makes the step smaller; until then a hole is a row that nobody reads.
+
+On a CPU, rows that are equal so far (answers to one prompt that begin alike) are computed once in a
+step. What that makes is written to the slots of all of them, so each slot is complete at any time.
 """
 
 from __future__ import annotations
@@ -19,14 +22,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.engines.embedded_cache import SlotCache, row_index
+from paceline.engines.embedded_cache import Copies, SlotCache, row_index
+from paceline.engines.embedded_columns import Columns
 from paceline.engines.embedded_graphs import DecodeGraphs, rounded_rows
 from paceline.engines.embedded_model import CachedModel, Prefill, plan_batches, step_inputs
 from paceline.engines.embedded_queue import Generation
 from paceline.engines.embedded_sampler import IntArray, RowSettings, row_settings, sample, uniforms
 
-PLAIN_DRAW = np.array([1.0, 0.0, 1.0, 0.0, 1.0])
-"""Temperature, top-k, top-p, min-p and repetition penalty of a row that nobody reads."""
+MIN_COPIES = 3
+"""Equal rows are computed once if there are so many rows to each that differs. Their keys and
+values are gathered for that, which takes as long as it saves where there are fewer."""
 
 
 @dataclass(slots=True)
@@ -96,11 +101,7 @@ class Batch:
                 model.device,
                 max_batch,
             )
-        self._token = np.zeros(max_batch, np.int64)
-        self._position = np.zeros(max_batch, np.int64)
-        self._count = np.zeros(max_batch, np.int64)
-        self._stream = np.zeros(max_batch, np.uint64)
-        self._sampling = np.zeros((5, max_batch), np.float64)
+        self._columns = Columns(max_batch)
 
     @property
     def num_active(self) -> int:
@@ -178,9 +179,7 @@ class Batch:
         self._rows[slot] = None
         bisect.insort(self._holes, slot)
         self._settings = None
-        # What a step does with a hole: the cheapest draw there is, written where nobody reads.
-        self._token[slot] = self._position[slot] = 0
-        self._sampling[:, slot] = PLAIN_DRAW
+        self._columns.clear(slot)
 
     def _compact(self) -> None:
         if self._graphs is not None and self.num_active:
@@ -200,10 +199,8 @@ class Batch:
         if not moves:
             return
         sources, targets = map(list, zip(*moves, strict=True))
-        self.cache.move(sources, targets, int(self._position[sources].max()))
-        for column in (self._token, self._position, self._count, self._stream):
-            column[targets] = column[sources]
-        self._sampling[:, targets] = self._sampling[:, sources]
+        self.cache.move(sources, targets, int(self._columns.position_B[sources].max()))
+        self._columns.move(sources, targets)
         self._settings = None
 
     def _recompute(self) -> None:
@@ -228,9 +225,11 @@ class Batch:
         """Give each sequence a slot with its prompt's keys and values, and its first token."""
         if not job.admit:
             return []
+        taken = [self._take_slot(sequence) for sequence in job.admit]
+        self._columns.fill(taken, job.admit)
         slots_by_prompt: dict[bytes, list[int]] = {}
-        for sequence in job.admit:
-            slots_by_prompt.setdefault(sequence.prompt_key, []).append(self._take_slot(sequence))
+        for sequence, slot in zip(job.admit, taken, strict=True):
+            slots_by_prompt.setdefault(sequence.prompt_key, []).append(slot)
         logits: list[Tensor] = []
         slots: list[int] = []
 
@@ -248,7 +247,7 @@ class Batch:
             fill(prefill, enumerate(keys))
         for key in job.released:
             self._prefixes.pop(key, None)
-        settings = row_settings(self._sampling[:, slots], self._model.device)
+        settings = row_settings(self._columns.sampling_5B[:, slots], self._model.device)
         return self._draw(torch.cat(logits), slots, settings, self._uniforms(slots))
 
     def _take_slot(self, sequence: Generation) -> int:
@@ -258,20 +257,9 @@ class Batch:
         else:
             slot = len(self._rows)
             self._rows.append(sequence)
-        sampling = sequence.request.sampling
-        self._position[slot] = len(sequence.prompt) - 1
-        self._count[slot] = sequence.request.num_sampled
-        self._stream[slot] = sequence.stream
-        self._sampling[:, slot] = (
-            sampling.temperature,
-            sampling.top_k,
-            sampling.top_p,
-            sampling.min_p,
-            sampling.repetition_penalty,
-        )
         self.counts.prompt_tokens += len(sequence.prompt)
         self._settings = None
-        if sampling.repetition_penalty != 1:
+        if sequence.request.sampling.repetition_penalty != 1:
             seen = np.zeros(max(self._model.vocab_size, self._model.num_logits), np.bool_)
             seen[sequence.prompt] = True
             seen_V = torch.from_numpy(seen[: self._model.num_logits])
@@ -316,10 +304,10 @@ class Batch:
 
     def _step(self) -> list[Generation]:
         n = len(self._rows)
-        longest = int(self._position[:n].max()) + 1
+        longest = int(self._columns.position_B[:n].max()) + 1
         self.cache.reserve(longest)
         if self._settings is None:
-            self._settings = row_settings(self._sampling[:, :n], self._model.device)
+            self._settings = row_settings(self._columns.sampling_5B[:, :n], self._model.device)
         # Before the forward: on a GPU each transfer waits for what was launched.
         uniform_N = self._uniforms(slice(n))
         logits_NV = self._decode(n, longest)
@@ -328,14 +316,28 @@ class Batch:
         return self._draw(logits_NV, list(range(n)), self._settings, uniform_N)
 
     def _decode(self, n: int, longest: int) -> Tensor:
+        token_N, position_N = self._columns.token_B[:n], self._columns.position_B[:n]
         if self._graphs is None:
-            return self._model.decode(self.cache, self._token[:n], self._position[:n], longest)
+            copies = self._copies(n)
+            return self._model.decode(self.cache, token_N, position_N, longest, copies)
         self._graphs.check((self.cache.generation, self._addresses))
-        inputs_3N = step_inputs(self._token[:n], self._position[:n], self.cache.capacity)
+        inputs_3N = step_inputs(token_N, position_N, self.cache.capacity)
         return self._graphs.step(inputs_3N, longest, self.cache.capacity)
 
+    def _copies(self, n: int) -> Copies | None:
+        """Rows that are equal so far, where it pays to compute one for all.
+
+        A GPU's step takes as long with fewer rows: there they are left as they are.
+        """
+        if self._model.device.type != "cpu":
+            return None
+        found = self._columns.distinct(n)
+        if found is None or MIN_COPIES * len(found[0]) > n:
+            return None
+        return Copies(*map(torch.from_numpy, found))
+
     def _uniforms(self, index: Any) -> Tensor:
-        drawn = uniforms(self._stream[index], self._count[index])
+        drawn = uniforms(self._columns.stream_B[index], self._columns.count_B[index])
         return torch.from_numpy(drawn).to(self._model.device)
 
     def _draw(
@@ -349,10 +351,8 @@ class Batch:
             seen_V[token_K[i : i + 1]] = True
         drawn_2K = torch.stack((token_K.double(), logprob_K)).cpu().numpy()  # the step's one sync
         tokens = drawn_2K[0].astype(np.int64)
-        self._token[slots] = tokens
-        self._position[slots] += 1
-        self._count[slots] += 1
-        self._position[self._holes] = 0
+        self._columns.advance(slots, tokens)
+        self._columns.position_B[self._holes] = 0
         finished = []
         for i, (row, token, logprob) in enumerate(
             zip(rows, tokens.tolist(), drawn_2K[1].tolist(), strict=True)

@@ -4,12 +4,13 @@ Two caches, one for each kind of forward. A prefill keeps what the model makes; 
 writes one position a row into preallocated slots and reads a slice of them. Slots hold a sequence
 from position 0 on, so that everything beyond its length is masked and never read.
 
-Shape legend: N active rows, B slots, S positions held, L padded prompt length, U prompts of a
-prefill, K rows placed at one time, H key-value heads, D head dimension.
+Shape legend: N active rows, R rows computed, B slots, S positions held, L padded prompt length,
+U prompts of a prefill, K rows placed at one time, H key-value heads, D head dimension.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,16 @@ Blocks = dict[int, tuple[Tensor, Tensor]]
 
 BLOCK_TOKENS = 64
 """Slots grow in multiples of this many positions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Rows of a decode step that are equal so far, so that one of them is computed for all."""
+
+    first_R: Tensor
+    """The row that is computed for each set of equal ones."""
+    of_N: Tensor
+    """Which of them each row is a copy of."""
 
 
 class PrefillCache(Cache):  # type: ignore[misc]
@@ -56,6 +67,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         self.generation = 0
         """Rises whenever the memory of the slots is another one."""
         self._index_N: Tensor | None = None
+        self._copies: Copies | None = None
         self._num_rows = 0
         self._longest = 0
 
@@ -117,23 +129,33 @@ class SlotCache(Cache):  # type: ignore[misc]
     def num_bytes(self) -> int:
         return sum(block.nbytes for pair in self._blocks.values() for block in pair)
 
-    def select(self, index_N: Tensor, longest: int) -> None:
-        """Set where the next forward writes (slot x capacity + position) and how far it reads."""
+    def select(self, index_N: Tensor, longest: int, copies: Copies | None = None) -> None:
+        """Set where the next forward writes (slot x capacity + position) and how far it reads.
+
+        copies: the forward computes R rows, and what it makes is written for all N.
+        """
         self._index_N = index_N
+        self._copies = copies
         self._num_rows = len(index_N)
         self._longest = longest
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write one position [N, H, 1, D] a row; return views [N, H, longest, D]."""
+        """Write one position [R, H, 1, D] a row; return views, or copies, [R, H, longest, D]."""
         assert self._index_N is not None
         views = []
         for block, states in zip(self._blocks[layer_idx], (key_states, value_states), strict=True):
             heads, dim = block.shape[2:]
             flat = block.view(-1, heads * dim)
-            flat.index_copy_(0, self._index_N, states.reshape(self._num_rows, heads * dim))
-            views.append(block[: self._num_rows, : self._longest].transpose(1, 2))
+            new = states.reshape(-1, heads * dim)
+            held = block[: self._num_rows, : self._longest]
+            if self._copies is None:
+                flat.index_copy_(0, self._index_N, new)
+            else:
+                flat.index_copy_(0, self._index_N, new[self._copies.of_N])
+                held = held[self._copies.first_R]
+            views.append(held.transpose(1, 2))
         return views[0], views[1]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -3,8 +3,8 @@
 The module may be the trainer's own: nothing here changes its parameters, its buffers or, for
 longer than a call, its mode.
 
-Shape legend: N active rows, S positions read, U prompts of a prefill, L padded length,
-V vocabulary.
+Shape legend: N active rows, R rows computed, S positions read, U prompts of a prefill, L padded
+length, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.engines.embedded_attention import grouped
-from paceline.engines.embedded_cache import Blocks, PrefillCache, SlotCache, row_index
+from paceline.engines.embedded_cache import Blocks, Copies, PrefillCache, SlotCache, row_index
 from paceline.engines.embedded_sampler import IntArray
 from paceline.errors import EngineError
 
@@ -119,24 +119,33 @@ class CachedModel:
         return Prefill(cache.blocks, pick(logits_UKV))
 
     def decode(
-        self, cache: SlotCache, token_N: IntArray, position_N: IntArray, longest: int
+        self,
+        cache: SlotCache,
+        token_N: IntArray,
+        position_N: IntArray,
+        longest: int,
+        copies: Copies | None = None,
     ) -> Tensor:
         """Feed one token to each of the rows 0..N-1; return logits [N, V]."""
         inputs_3N = step_inputs(token_N, position_N, cache.capacity)
-        return self.step(cache, torch.from_numpy(inputs_3N).to(self.device), longest)
+        return self.step(cache, torch.from_numpy(inputs_3N).to(self.device), longest, copies)
 
-    def step(self, cache: SlotCache, inputs_3N: Tensor, longest: int) -> Tensor:
+    def step(
+        self, cache: SlotCache, inputs_3N: Tensor, longest: int, copies: Copies | None = None
+    ) -> Tensor:
         """One decode step of static shapes, given N and `longest`; transfers nothing.
 
         inputs_3N: token, position and place in the cache of each row; see `step_inputs`.
         """
-        position_N1 = inputs_3N[1][:, None]
-        cache.select(inputs_3N[2], longest)
+        cache.select(inputs_3N[2], longest, copies)
+        fed_3R = inputs_3N if copies is None else inputs_3N[:, copies.first_R]
+        position_R1 = fed_3R[1][:, None]
         with grouped(self.config):
-            logits_N1V = self._forward(
-                inputs_3N[0][:, None], position_N1, self._masks(position_N1, longest), cache
+            logits_R1V = self._forward(
+                fed_3R[0][:, None], position_R1, self._masks(position_R1, longest), cache
             )
-        return logits_N1V[:, -1]
+        logits_RV = logits_R1V[:, -1]
+        return logits_RV if copies is None else logits_RV[copies.of_N]
 
     @property
     def addresses(self) -> tuple[int, ...]:
@@ -178,7 +187,10 @@ class CachedModel:
         # Padding stands to the right, where causal attention hides it; a row's own last token,
         # because transformers warns about its pad token.
         length = max(len(row) for row in rows)
-        padded = np.stack([np.pad(row, (0, length - len(row)), mode="edge") for row in rows])
+        padded = np.empty((len(rows), length), np.int64)
+        for target, row in zip(padded, rows, strict=True):
+            target[: len(row)] = row
+            target[len(row) :] = row[-1]
         last = row_index([len(row) - 1 for row in rows], self.device)
         return torch.from_numpy(padded).to(self.device), last
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from paceline.engines.base import Completion, Finish, Request
-from paceline.engines.embedded_sampler import IntArray, stream_key
+from paceline.engines.embedded_sampler import IntArray
 from paceline.errors import EngineError
 
 
@@ -39,8 +39,6 @@ class Generation:
     """To be ended at the next step boundary, with the tokens it has."""
     prompt_key: bytes = b""
     """Content of the prompt; equal prompts are computed once."""
-    stream: int = 0
-    """Key of its random stream."""
     stop_window: int = 0
     """Tokens at the answer's end that can hold a stop text that ends now."""
     before: list[int] = field(default_factory=list)
@@ -48,10 +46,9 @@ class Generation:
 
     def __post_init__(self) -> None:
         self.prompt_key = self.prompt.tobytes()
-        self.stream = stream_key(self.request.seed)
-        # Every token but empty ones is a byte at least; a few more for a split first character.
-        self.stop_window = max((len(s.encode()) for s in self.stop), default=0) + 4
-        if self.stop and self.request.num_sampled:
+        if self.stop:
+            # Every token but empty ones is a byte at least; a few more for a split first character.
+            self.stop_window = max(len(s.encode()) for s in self.stop) + 4
             first = max(len(self.prompt) - self.request.num_sampled, 0)
             self.before = self.prompt[first:].tolist()[-self.stop_window :]
 
@@ -125,7 +122,7 @@ class WaitingQueue:
             yield self.pop()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Intake:
     """Turns requests into generations, or says what is wrong with them."""
 
@@ -134,6 +131,8 @@ class Intake:
     """Most tokens of prompt plus answer; None: no limit."""
     eos_token_ids: frozenset[int]
     has_tokenizer: bool
+    _checked: tuple[list[int], IntArray] = ([], np.zeros(0, np.int64))
+    """The newest prompt: requests of one group bring equal ones in turn."""
 
     def generation(self, request: Request, future: asyncio.Future[Completion]) -> Generation:
         """Check a request; its `limit` is below 1 if the prompt leaves no room for a token."""
@@ -155,7 +154,12 @@ class Intake:
         )
 
     def checked(self, tokens: Sequence[int], what: str) -> IntArray:
-        """Token ids as an array, or EngineError: empty, unknown to the model, or too long."""
+        """Token ids as an array, or EngineError: empty, unknown to the model, or too long.
+
+        The array may be that of others with equal tokens.
+        """
+        if isinstance(tokens, list) and tokens and tokens == self._checked[0]:
+            return self._checked[1]
         if len(tokens) == 0:
             raise EngineError(f"the {what} is empty: a model needs one token to go on from")
         array = np.asarray(tokens)
@@ -172,4 +176,5 @@ class Intake:
                 "shorten it, filter it out, or raise `engine.max_context` as far as the model "
                 "allows"
             )
-        return array.astype(np.int64)
+        self._checked = (list(tokens), array.astype(np.int64))
+        return self._checked[1]

@@ -34,9 +34,9 @@ def _mix(z: UInt64Array) -> UInt64Array:
     return z ^ (z >> np.uint64(31))
 
 
-def stream_key(seed: int) -> int:
-    """Where the stream of a seed starts: hashed, so that neighbouring seeds share nothing."""
-    return int(_mix(np.array([seed & 0xFFFF_FFFF_FFFF_FFFF], np.uint64) + _GOLDEN)[0])
+def stream_keys(seeds: Sequence[int]) -> UInt64Array:
+    """Where the streams of seeds start: hashed, so that neighbouring seeds share nothing."""
+    return _mix(np.array([seed & 0xFFFF_FFFF_FFFF_FFFF for seed in seeds], np.uint64) + _GOLDEN)
 
 
 def uniforms(keys_N: UInt64Array, index_N: IntArray) -> FloatArray:

@@ -12,12 +12,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from heapq import heapify, heappop, heappush
 
 from paceline.deadline import reason_of, stop
 from paceline.engines.http import LostServerError
+from paceline.engines.lag import Lag
 from paceline.engines.replica import Replica, Supplier, WeightIntake
 from paceline.errors import EngineError
 
@@ -36,6 +38,8 @@ ENDING_S, LOOK_S = 3.0, 0.1
 """Seconds that a server which was killed may take to be gone; how often it is looked at."""
 LOST_S = 60.0
 """Seconds that a server which runs may be silent before it is started again."""
+LATE_SHARE = 0.2
+"""Where this process's own loop was late by more of a look's time, the look says nothing."""
 
 
 class Member:
@@ -53,6 +57,8 @@ class Member:
         self.order = 0
         """Number of its newest change of load: of equals, the one that rested longest goes."""
         self.served = 0
+        self.is_heard = False
+        """It has answered since the last look at it."""
         self.failures = 0
         self.starts = 0
         self.error: EngineError | None = None
@@ -102,6 +108,8 @@ class Fleet:
         self._loads: list[tuple[int, int, Member]] = []
         """A heap of (load, order, member), with entries that are out of date."""
         self._order = itertools.count(1)
+        self._lag = Lag()
+        self._finding, self._found_at = asyncio.Lock(), -math.inf
         self._homes: OrderedDict[str, Member] = OrderedDict()
         self._task: asyncio.Task[None] | None = None
         self._returning: dict[Member, asyncio.Task[None]] = {}
@@ -139,6 +147,9 @@ class Fleet:
 
     def up(self) -> list[Member]:
         return [member for member in self.members if member.is_up]
+
+    def serving(self) -> list[Replica]:
+        return [member.alive for member in self.members if member.serves]
 
     def choose(self, group: str, avoid: Collection[Member]) -> Member | None:
         """Where a request goes: to its group's replica, else to the idlest. None if none serves.
@@ -204,6 +215,31 @@ class Fleet:
         elif (end := await member.supplier.problem()) is not None:
             self.lost(member, EngineError(end))
 
+    async def find_lost(self) -> None:
+        """A request was lost, and it is not known where: look at all that are up."""
+        lost_at = asyncio.get_running_loop().time()
+        async with self._finding:  # ends: by the time limits of the looks
+            if self._found_at > lost_at:
+                return  # by a look that began after the loss
+            self._found_at = asyncio.get_running_loop().time()
+            # ends: each look by the time limits of its replica
+            await asyncio.gather(*(self._look_closely(member) for member in self.up()))
+
+    async def _look_closely(self, member: Member) -> None:
+        if (end := await member.supplier.problem()) is not None:
+            self.lost(member, EngineError(end))
+            return
+        start = asyncio.get_running_loop().time()
+        try:
+            held = await member.alive.weights.version()
+        except EngineError as error:
+            if not self._was_late(start, error):
+                self.lost(member, error)
+            return
+        if member.is_current and held != self.version:
+            # Its owner has started it again, so fast that it seemed to have been there all along.
+            self.lost(member, EngineError(f"it holds weights of version {held}"))
+
     def holds(self, version: int, replicas: Collection[WeightIntake]) -> None:
         """The engine has this version from now on; only these replicas hold it."""
         self.version = version
@@ -261,22 +297,44 @@ class Fleet:
         self._changed()
 
     async def _watch(self) -> None:
-        """Look at every replica from time to time. # ends: `aclose`"""
+        """Look at every replica from time to time: at each when its turn is, not at all at once."""
+        turns = [
+            self._watch_one(member, self._watch_s * number / len(self.members))
+            for number, member in enumerate(self.members, start=1)
+        ]
+        await asyncio.gather(self._lag.measure(), *turns)  # ends: `aclose`
+
+    async def _watch_one(self, member: Member, first_s: float) -> None:
+        clock = asyncio.get_running_loop().time
+        turn = clock() + first_s
         while True:
-            await asyncio.sleep(self._watch_s)
-            # ends: each look by the time limits of its replica
-            await asyncio.gather(*(self._look(m) for m in self.members), return_exceptions=True)
+            await asyncio.sleep(turn - clock())
+            try:
+                await self._look(member)
+            except Exception as error:
+                logger.exception("%s: a look failed: %s", member.supplier.name, reason_of(error))
+            # A turn of its own: after a loop that stood still all would look at once.
+            turn += self._watch_s * max(1, math.ceil((clock() - turn) / self._watch_s))
 
     async def _look(self, member: Member) -> None:
+        is_heard, member.is_heard = member.is_heard, False
         if not member.is_up:
             self._bring_back(member)
-        elif (end := await member.supplier.problem()) is not None:
-            self.lost(member, EngineError(end))
-        else:
+        elif not is_heard:
+            if (end := await member.supplier.problem()) is not None:
+                self.lost(member, EngineError(end))
+                return
+            start = asyncio.get_running_loop().time()
             try:
                 await member.alive.check()
             except EngineError as error:
-                self.lost(member, error)
+                if not (member.is_heard or self._was_late(start, error)):
+                    self.lost(member, error)
+
+    def _was_late(self, start: float, error: EngineError) -> bool:
+        """Whether the answer may have come in time to a loop that was late itself."""
+        is_silent = isinstance(error, LostServerError) and not error.is_cut_off
+        return is_silent and self._lag.share_since(start) > LATE_SHARE
 
     def _bring_back(self, member: Member) -> None:
         if self._task is None or member.is_given_up or member in self._returning:
@@ -295,12 +353,15 @@ class Fleet:
         end = await member.supplier.problem()
         _learn(member, end)
         if end is None and member.replica is not None:
+            start = asyncio.get_running_loop().time()
             try:
                 await member.replica.check()
                 await self._came_up(member, member.replica)
                 return
             except EngineError as error:
                 member.error = error
+                if self._was_late(start, error):
+                    return
         lost_s = asyncio.get_running_loop().time() - member.lost_at
         is_gone = end is not None or lost_s > LOST_S
         if not (member.supplier.is_ours and is_gone and self._may_start()):

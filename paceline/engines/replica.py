@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 from paceline.engines.base import Completion, Part, Request
@@ -113,3 +113,24 @@ class Supplier(Protocol):
 
     async def stop(self) -> None:
         """End the server if it was started here. Idempotent."""
+
+
+class Front(Protocol):
+    """A server before all replicas that chooses which of them answers a request.
+
+    What is not an answer goes to the replicas themselves. It holds no state that matters: where it
+    is lost, another one takes its place.
+    """
+
+    async def serve(self, replicas: Callable[[], Sequence[Replica]]) -> None:
+        """Returns when it hands requests to exactly these replicas. It is started, or started
+        again, if it does not run. Cheap where nothing has changed.
+
+        Raises LostServerError if it may be tried again, and EngineError from another one if not.
+        """
+
+    async def generate(self, request: Request, version: int) -> Completion:
+        """See `Replica.generate`. version: that all replicas hold."""
+
+    async def aclose(self) -> None:
+        """End it. Idempotent."""

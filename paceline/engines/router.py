@@ -1,6 +1,7 @@
 """An engine of several replicas: requests are spread over them, everything else is done on all.
 
 generate -> gate (open unless paused or asleep) -> Fleet.choose -> replica, or another one
+                                                -> or a Front, which chooses itself
 receive  -> Delivery: one pass over the parcels, each to all replicas at the same time
 """
 
@@ -17,7 +18,7 @@ from paceline.engines.delivery import Delivery
 from paceline.engines.fleet import Fleet, Member
 from paceline.engines.http import FIRST_PAUSE_S, LostServerError
 from paceline.engines.readback import differences
-from paceline.engines.replica import OwnCheck, Replica, Supplier, WeightIntake
+from paceline.engines.replica import Front, OwnCheck, Replica, Supplier, WeightIntake
 from paceline.errors import EngineError, WeightError
 from paceline.weights.base import PauseMode, Transport, WeightPlan
 from paceline.weights.settings import EXACT, WeightCheckConfig
@@ -46,12 +47,13 @@ class RoutedEngine:
         return_timeout_s: float = 900.0,
         update_timeout_s: float = 600.0,
         watch_s: float | None = None,
+        front: Front | None = None,
         close: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """version: of the weights that replicas start with. retries: further attempts of a request
         whose replica was lost. backend: of broadcasts. return_timeout_s: how long a request waits
         where all replicas are lost and one may come back. watch_s: between two looks at each
-        replica. close: called when all is over."""
+        replica. front: chooses among replicas that serve. close: called when all is over."""
         self.policy = policy
         self._retries, self._return_timeout_s, self._close = retries, return_timeout_s, close
         self._delivery = Delivery(backend=backend, timeout_s=update_timeout_s)
@@ -64,6 +66,7 @@ class RoutedEngine:
             changed=self._notify,
             watch_s=watch_s or max(WATCH_S, WATCH_EACH_S * len(suppliers)),
         )
+        self._front, self._num_at_front = front, 0
         self._held: Literal["drain", "freeze"] | None = None
         """`drain`: no request is sent; `freeze`: those that were sent rest, too."""
         self._asleep: frozenset[Part] = frozenset()
@@ -74,6 +77,8 @@ class RoutedEngine:
     async def open(self) -> None:
         """Start all replicas. Raises EngineError with the reason of the first that fails."""
         await self._fleet.open()
+        if self._front is not None:
+            await self._front.serve(self._fleet.serving)
 
     @property
     def version(self) -> int:
@@ -83,7 +88,7 @@ class RoutedEngine:
     @property
     def num_running(self) -> int:
         """Requests that replicas have open."""
-        return self._fleet.load
+        return self._fleet.load + self._num_at_front
 
     @property
     def addresses(self) -> list[str]:
@@ -96,11 +101,29 @@ class RoutedEngine:
         return sum(member.serves for member in self._fleet.members)
 
     async def generate(self, request: Request) -> Completion:
-        made = await self._ask(request.group, request.cut, lambda r: r.generate(request))
+        if (front := self._front) is not None:
+            made = await self._ask(
+                "",
+                request.cut,
+                lambda _: self._ask_front(front, request),
+                self._lost_behind_front,
+            )
+        else:
+            made = await self._ask(
+                request.group,
+                request.cut,
+                lambda member: self._ask_one(member, lambda r: r.generate(request)),
+                self._fleet.failed,
+            )
         return Completion([], [], [], "length") if made is None else made
 
     async def score(self, tokens: Sequence[int], temperature: float = 1.0) -> list[float]:
-        found = await self._ask("", None, lambda r: r.score(tokens, temperature))
+        found = await self._ask(
+            "",
+            None,
+            lambda member: self._ask_one(member, lambda r: r.score(tokens, temperature)),
+            self._fleet.failed,
+        )
         assert found is not None  # only a cut leaves it out
         return found
 
@@ -214,6 +237,8 @@ class RoutedEngine:
         """Fail what waits, and end the servers that were started. Idempotent."""
         self._is_closed = True
         self._notify()
+        if self._front is not None:
+            await self._front.aclose()
         await self._fleet.aclose()
         close, self._close = self._close, None
         if close is not None:
@@ -224,9 +249,17 @@ class RoutedEngine:
         return self._held is not None or bool(self._asleep) or self._lacks_weights
 
     async def _ask(
-        self, group: str, cut: CutSignal | None, call: Callable[[Replica], Awaitable[T]]
+        self,
+        group: str,
+        cut: CutSignal | None,
+        call: Callable[[Member], Awaitable[T | None]],
+        failed: Callable[[Member, LostServerError], Awaitable[None]],
     ) -> T | None:
-        """What a replica answers; None if the request was cut before one was asked."""
+        """What a replica answers; None if the request was cut before one was asked.
+
+        call: None if it could not be asked now. failed: called when an answer is lost; finds out
+        who does not serve any more.
+        """
         tried: list[Member] = []
         pause_s = FIRST_PAUSE_S
         while True:
@@ -241,9 +274,10 @@ class RoutedEngine:
                 await self._replica_back(cut)
                 continue
             try:
-                return await self._ask_one(member, call)
+                if (answer := await call(member)) is not None:
+                    return answer
             except LostServerError as error:
-                await self._fleet.failed(member, error)
+                await failed(member, error)
                 if len(tried) >= self._retries:
                     times = f"{len(tried) + 1} attempts (engine.retries = {self._retries})"
                     raise EngineError(f"a request was lost in {times}; the last: {error}") from None
@@ -262,8 +296,24 @@ class RoutedEngine:
             self._fleet.took(member, -1)
             if not self.num_running:
                 self._notify()
-        member.failures, member.served = 0, member.served + 1
+        member.failures, member.served, member.is_heard = 0, member.served + 1, True
         return answer
+
+    async def _ask_front(self, front: Front, request: Request) -> Completion | None:
+        await front.serve(self._fleet.serving)
+        if self._rests or not self.num_serving:
+            return None  # since it was called
+        self._num_at_front += 1
+        try:
+            return await front.generate(request, self.version)
+        finally:
+            self._num_at_front -= 1
+            if not self.num_running:
+                self._notify()
+
+    async def _lost_behind_front(self, _: Member, error: LostServerError) -> None:
+        if not self._rests:  # else replicas may be in the middle of a publish
+            await self._fleet.find_lost()
 
     async def _replica_back(self, cut: CutSignal | None) -> None:
         """Wait for a replica that may serve again, or say that none will."""

@@ -24,8 +24,9 @@ from paceline.network import free_port
 
 logger = logging.getLogger(__name__)
 
-HOST, PORT = "{host}", "{port}"
-"""Stand in a command for what its launcher chooses on the machine where the server runs."""
+HOST, PORT, SECOND_PORT = "{host}", "{port}", "{second_port}"
+"""Stand in a command for what its launcher chooses on the machine where the server runs. The second
+port is one of loopback."""
 KEEPER = Path(__file__).with_name("keeper.py")
 LAST_LINES, LAST_BYTES = 12, 20_000
 END_S = 12.0
@@ -50,7 +51,7 @@ class ServerCommand:
     name: str
     """For messages and the log file: `policy-sglang-0`."""
     argv: tuple[str, ...]
-    """Program and arguments; `HOST` and `PORT` in them are replaced."""
+    """Program and arguments; `HOST`, `PORT` and `SECOND_PORT` in them are replaced."""
     replica: int = 0
     """Number of the server among those of its engine, from 0: where it stands is the launcher's
     choice, and the same again when it is started anew."""
@@ -101,7 +102,10 @@ class LocalLauncher:
         if command.num_devices:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(self._devices_of(command))
         host, port = command.host, free_port(command.host)
-        argv = [part.replace(HOST, host).replace(PORT, str(port)) for part in command.argv]
+        chosen = {HOST: host, PORT: str(port)}
+        if SECOND_PORT in command.argv:
+            chosen[SECOND_PORT] = str(free_port("127.0.0.1"))
+        argv = [_filled_in(part, chosen) for part in command.argv]
         self._folder.mkdir(parents=True, exist_ok=True)
         log = self._folder / f"{command.name}.log"
         return LocalServer(argv, env, url=f"http://{_reachable(host)}:{port}", log=log)
@@ -226,6 +230,12 @@ def last_words(output: str) -> str:
     if failures:
         return f"{failures[-1][:1000]}\nIts last lines:\n{told}"
     return f"its last lines:\n{told}" if told else "it wrote nothing"
+
+
+def _filled_in(part: str, chosen: Mapping[str, str]) -> str:
+    for name, value in chosen.items():
+        part = part.replace(name, value)
+    return part
 
 
 def _reachable(host: str) -> str:

@@ -1,8 +1,8 @@
 """One SGLang server as a replica of an engine: token ids in and out over its own HTTP API.
 
-Parts: `sglang_answers` words requests and reads answers, `sglang_weights` brings weights in,
-`sglang_launch` makes the command line, `sglang_open` starts or attaches to servers, `router`
-spreads requests over them.
+Parts: `sglang_requests` asks for answers, `sglang_answers` words requests and reads answers,
+`sglang_weights` brings weights in, `sglang_launch` makes the command line, `sglang_open` starts or
+attaches to servers, `router` spreads requests over them, or `sglang_router`: SGLang's own.
 """
 
 from __future__ import annotations
@@ -11,16 +11,12 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.engines.answers import end_at_stop_text
-from paceline.engines.base import Completion, CutSignal, Part, Request
+from paceline.engines.base import Completion, Part, Request
 from paceline.engines.http import JsonClient, RefusedError
 from paceline.engines.open_requests import OpenRequests
 from paceline.engines.served import Served
-from paceline.engines.sglang_answers import (
-    completion,
-    sampling_params,
-    scores,
-)
+from paceline.engines.sglang_answers import scores
+from paceline.engines.sglang_requests import SGLangRequests
 from paceline.engines.sglang_weights import SGLangWeights
 from paceline.errors import EngineError
 from paceline.weights.base import PauseMode
@@ -32,16 +28,23 @@ NOT_FOUND = 404
 CACHE_S = 600.0
 """Seconds for moving memory of a large model."""
 TAGS: dict[Part, str] = {"weights": "weights", "kv_cache": "kv_cache", "graphs": "cuda_graph"}
-PAUSED = "the engine was paused in mode abort"
 
 
 class SGLangReplica:
     """Implements `paceline.engines.replica.Replica`. Made when the server is healthy."""
 
     def __init__(
-        self, url: str, client: JsonClient, served: Served, *, index: int, is_ours: bool
+        self,
+        url: str,
+        client: JsonClient,
+        served: Served,
+        *,
+        index: int,
+        is_ours: bool,
+        open: OpenRequests | None = None,
     ) -> None:
-        """index: among the replicas of the engine. is_ours: whether this program started it."""
+        """index: among the replicas of the engine. is_ours: whether this program started it. open:
+        requests that may be open here, though they were asked for elsewhere: a router's."""
         self.name = url
         self._client, self._served, self._is_ours = client, served, is_ours
         self.weights = SGLangWeights(
@@ -54,8 +57,9 @@ class SGLangReplica:
             takes_pickles=is_ours,
             compares=served.compares and is_ours,
         )
-        self._open = OpenRequests(client, self._abort)
-        self._longest_prompt = served.max_context
+        self._open = OpenRequests(client, self.abort) if open is None else open
+        self._requests = SGLangRequests(client, served, self._open)
+        self.longest_prompt = served.max_context
 
     async def look(self) -> None:
         """Learn what the server is like. Raises LostServerError while it is not healthy, and
@@ -65,7 +69,7 @@ class SGLangReplica:
         if not isinstance(found, dict):
             raise self._is_foreign("its /server_info is no table")
         if isinstance(longest := found.get("max_req_input_len"), int):
-            self._longest_prompt = min(self._longest_prompt, longest - 1)
+            self.longest_prompt = min(self.longest_prompt, longest - 1)
         devices = found.get("tp_size", 1)
         if devices != self._served.num_devices:
             raise EngineError(
@@ -74,34 +78,13 @@ class SGLangReplica:
             )
 
     async def generate(self, request: Request) -> Completion:
-        limit = self._served.room(request, self._longest_prompt)
-        if limit < 1 or (request.cut is not None and request.cut.is_set):
-            return Completion([], [], [], "length")
-        sampling, version = request.sampling, self.weights.held
-        if sampling.stop and not sampling.ignore_eos and self._served.tokenizer is None:
-            raise EngineError("stop texts need a tokenizer, and this engine was made without one")
-        body = {
-            "input_ids": list(request.tokens),
-            "sampling_params": sampling_params(
-                sampling,
-                limit=limit,
-                seed=request.seed,
-                end_ids=self._served.eos_token_ids,
-            ),
-        }
-        answer, is_ended = await self._generate(body, request.cut)
-        made = completion(answer, version=version)
-        if is_ended and made.finish == "abort":
-            made.can_go_on, made.cause = True, PAUSED
-        if request.cut is not None and request.cut.is_set and made.finish == "abort":
-            made.finish, made.cause, made.can_go_on = "length", None, False
-        if sampling.stop and not sampling.ignore_eos and self._served.tokenizer is not None:
-            first = len(request.tokens) - request.num_sampled
-            before = request.tokens[max(first, 0) :] if request.num_sampled else ()
-            end_at_stop_text(made, sampling.stop, self._served.tokenizer, before)
-        if request.progress is not None:
-            request.progress.num_tokens += len(made.tokens)
-        return made
+        return await self._requests.answer(
+            self.name,
+            request,
+            longest_prompt=self.longest_prompt,
+            version=self.weights.held,
+            salt=self.weights.salt,
+        )
 
     async def score(self, tokens: Sequence[int], temperature: float = 1.0) -> list[float]:
         if temperature not in (0.0, 1.0):
@@ -110,17 +93,17 @@ class SGLangReplica:
                 f"{temperature:g}: let the trainer score (Trainer.forward)"
             )
         self._served.check(tokens, "sequence to score")
-        if len(tokens) > self._longest_prompt:
+        if len(tokens) > self.longest_prompt:
             raise EngineError(
                 f"the sequence to score has {len(tokens)} tokens, and the server takes "
-                f"{self._longest_prompt}: raise engine.max_context as far as the model allows"
+                f"{self.longest_prompt}: raise engine.max_context as far as the model allows"
             )
         body = {
             "input_ids": list(tokens),
             "sampling_params": {"max_new_tokens": 0, "temperature": 0},
             "logprob_start_len": 0,
         }
-        answer, _ = await self._generate(body)
+        answer, _ = await self._requests.post(self.name, body, self.weights.salt)
         return scores(answer, tokens)
 
     async def check(self) -> None:
@@ -152,35 +135,19 @@ class SGLangReplica:
             tags = sorted(TAGS[part] for part in parts)
             await self._control("/resume_memory_occupation", {"tags": tags}, CACHE_S)
 
-    async def _generate(
-        self, body: dict[str, Any], cut: CutSignal | None = None
-    ) -> tuple[Any, bool]:
-        """The answer, and whether a pause ended it. However the wait ends, nothing goes on at the
-        server."""
-        rid = self._open.new_id()
-        body |= {"rid": rid, "return_logprob": True, "stream": False}
-        if (salt := self.weights.salt) is not None:
-            body["extra_key"] = salt
-        answer = self._client.request(
-            self.name, "/generate", body, timeout_s=self._served.request_timeout_s
-        )
-        try:
-            return await self._open.run(rid, cut, answer)
-        except RefusedError as error:
-            raise EngineError(f"{self.name} refused a request: {error.text}") from None
-
     async def _end_all(self) -> None:
         """Abort all that this replica was asked for, until it has answered."""
         if self._open:
             # What is paused can not end.
             await self._control("/continue_generation", {})
         # What others ask of a server that is not ours goes on.
-        await self._open.end_all(self._abort_everything if self._is_ours else None)
+        await self._open.end_all(self._abort_everything if self._is_ours else self.abort)
 
     async def _abort_everything(self, rids: Sequence[str]) -> None:
         await self._control("/abort_request", {"rid": "", "abort_all": True})
 
-    async def _abort(self, rids: Sequence[str]) -> None:
+    async def abort(self, rids: Sequence[str]) -> None:
+        """End these requests, as far as they are open here."""
         # ends: each by its time limit
         await asyncio.gather(
             *(self._control("/abort_request", {"rid": r, "abort_all": False}) for r in rids)

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 from paceline.engines.base import SGLangEngineConfig
 from paceline.engines.router import RoutedEngine
 from paceline.engines.served import device_of, served_model
-from paceline.engines.server import Launcher, ServerCommand
+from paceline.engines.server import Launcher, LocalLauncher, ServerCommand
 from paceline.engines.sglang import SGLangReplica
 from paceline.engines.sglang_launch import sglang_command
+from paceline.engines.sglang_router import SGLangRouter
 from paceline.engines.suppliers import client_with, key_for, open_servers
 from paceline.models import ModelConfig
 
@@ -45,6 +46,16 @@ async def open_sglang(
         config, model, tokenizer, policy, device=device, moves_memory=moves_memory
     )
     client = client_with(key)
+    router = None
+    if config.router == "sglang":
+        router = SGLangRouter(
+            config,
+            client,
+            served,
+            launch=launch or LocalLauncher(folder),
+            folder=folder,
+            api_key=key,
+        )
 
     def command(index: int, version: int) -> ServerCommand:
         return sglang_command(
@@ -59,6 +70,10 @@ async def open_sglang(
             api_key=key,
         )
 
+    def replica(url: str, index: int, is_ours: bool) -> SGLangReplica:
+        shared = None if router is None else router.open
+        return SGLangReplica(url, client, served, index=index, is_ours=is_ours, open=shared)
+
     return await open_servers(
         config,
         kind="SGLang",
@@ -67,7 +82,8 @@ async def open_sglang(
         device=device,
         client=client,
         command=command,
-        replica=lambda url, i, ours: SGLangReplica(url, client, served, index=i, is_ours=ours),
+        replica=replica,
         launch=launch,
         folder=folder,
+        front=router,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -10,24 +9,12 @@ from typing import Protocol
 
 from paceline.engines.base import ServedEngineConfig
 from paceline.engines.http import JsonClient, LostServerError
-from paceline.engines.replica import Replica, Supplier, WeightIntake
+from paceline.engines.owned import OwnedServer
+from paceline.engines.replica import Front, Replica, Supplier, WeightIntake
 from paceline.engines.router import RoutedEngine
-from paceline.engines.server import (
-    Launcher,
-    LocalLauncher,
-    Server,
-    ServerCommand,
-    last_words,
-    wait_until_healthy,
-)
+from paceline.engines.server import Launcher, LocalLauncher, ServerCommand, wait_until_healthy
 from paceline.errors import EngineError
 from paceline.network import is_loopback
-
-logger = logging.getLogger(__name__)
-
-TRIES = 3
-"""Ports that are tried: another program may take one just before the server does."""
-PORT_TAKEN = ("address already in use", "port is already in use", "is not available")
 
 
 class StatedWeights(WeightIntake, Protocol):
@@ -75,12 +62,14 @@ async def open_servers(
     replica: MakeReplica,
     launch: Launcher | None,
     folder: Path,
+    front: Front | None = None,
 ) -> RoutedEngine:
     """The engine, all of whose replicas are healthy. Its `aclose` ends what was started, and the
     client.
 
     kind: of the servers, for messages. version: of the weights in the model's folder. launch:
-    default: child processes of this one. folder: for the servers' logs.
+    default: child processes of this one. folder: for the servers' logs. front: chooses among the
+    replicas; ended with them.
     """
     limit_s = config.start_timeout_s
     suppliers: list[Supplier] = [
@@ -91,13 +80,15 @@ async def open_servers(
         launcher = launch or LocalLauncher(folder)
         suppliers += [
             Started(
-                f"{kind} server {index} of policy {policy!r}",
-                launcher,
+                OwnedServer(
+                    f"{kind} server {index} of policy {policy!r}",
+                    launcher,
+                    timeout_s=limit_s,
+                    folder=folder,
+                ),
                 command,
                 replica,
                 index=index,
-                timeout_s=limit_s,
-                folder=folder,
             )
             for index in range(config.replicas)
         ]
@@ -108,6 +99,7 @@ async def open_servers(
         retries=config.retries,
         backend="nccl" if device == "cuda" else "gloo",
         return_timeout_s=limit_s,
+        front=front,
         close=client.aclose,
     )
     try:
@@ -124,67 +116,30 @@ class Started:
     is_ours = True
 
     def __init__(
-        self,
-        name: str,
-        launcher: Launcher,
-        command: MakeCommand,
-        replica: MakeReplica,
-        *,
-        index: int,
-        timeout_s: float,
-        folder: Path,
+        self, server: OwnedServer, command: MakeCommand, replica: MakeReplica, *, index: int
     ) -> None:
-        self.name = name
-        self._launcher, self._command, self._replica = launcher, command, replica
-        self._index, self._timeout_s, self._folder = index, timeout_s, folder
-        self._server: Server | None = None
-        self._where = ""
+        self.name = server.name
+        self._server, self._command, self._replica = server, command, replica
+        self._index = index
 
     async def start(self, version: int) -> NewReplica:
-        for attempt in range(TRIES):
-            await self.stop()
-            try:
-                return await self._start(version)
-            except EngineError as error:
-                taken = any(words in str(error).lower() for words in PORT_TAKEN)
-                if not taken or attempt == TRIES - 1:
-                    raise
-                logger.warning("%s: its port was taken; trying another", self.name)
-        raise AssertionError("not reached")
-
-    async def _start(self, version: int) -> NewReplica:
-        command = self._command(self._index, version)
-        logger.info("%s: starting", self.name)
-        server = self._server = await self._launcher.start(command)
-        replica = self._replica(server.url, self._index, True)
-        self._where = f"\nIts log: {self._folder / command.name}.log"
+        replica = await self._server.start(
+            self._command(self._index, version),
+            lambda url: self._replica(url, self._index, True),
+            lambda replica: replica.look(),
+        )
         try:
-            await wait_until_healthy(
-                server,
-                replica.look,
-                name=self.name,
-                timeout_s=self._timeout_s,
-                where=self._where,
-            )
             await _state(replica, version)
         except BaseException:
             await self.stop()
             raise
-        logger.info("%s: ready at %s", self.name, server.url)
         return replica
 
     async def problem(self) -> str | None:
-        server = self._server
-        if server is None:
-            return f"{self.name} does not run"
-        if (end := await server.ended()) is None:
-            return None
-        return f"{self.name} {end}: {last_words(await server.last_output())}{self._where}"
+        return await self._server.problem()
 
     async def stop(self) -> None:
-        server, self._server = self._server, None
-        if server is not None:
-            await server.aclose()
+        await self._server.stop()
 
 
 class Attached:

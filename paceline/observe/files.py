@@ -13,6 +13,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -108,22 +109,23 @@ def encode_json(value: JsonValue, *, indent: int | None = None) -> bytes:
 
     A lone surrogate is escaped, since UTF-8 has no room for it.
     """
-    separators = (",", ":") if indent is None else None
-
-    def dump(ensure_ascii: bool) -> str:
-        return json.dumps(
-            value, ensure_ascii=ensure_ascii, allow_nan=False, indent=indent, separators=separators
-        )
-
     try:
-        text = dump(False)
+        text = _encoder(False, indent).encode(value)
     except ValueError:  # a number that is not finite
         value = _without_non_finite(value)
-        text = dump(False)
+        text = _encoder(False, indent).encode(value)
     try:
         return f"{text}\n".encode()
     except UnicodeEncodeError:
-        return f"{dump(True)}\n".encode()
+        return f"{_encoder(True, indent).encode(value)}\n".encode()
+
+
+@cache
+def _encoder(ensure_ascii: bool, indent: int | None) -> json.JSONEncoder:
+    separators = (",", ":") if indent is None else None
+    return json.JSONEncoder(
+        ensure_ascii=ensure_ascii, allow_nan=False, indent=indent, separators=separators
+    )
 
 
 def _without_non_finite(value: JsonValue) -> JsonValue:

@@ -168,7 +168,7 @@ class SampleWriter:
 def compress(data: bytes) -> bytes:
     """gzip without a time or a name in it."""
     target = io.BytesIO()
-    with gzip.GzipFile("", "wb", compresslevel=6, fileobj=target, mtime=0) as file:
+    with gzip.GzipFile("", "wb", compresslevel=3, fileobj=target, mtime=0) as file:
         file.write(data)
     return target.getvalue()
 

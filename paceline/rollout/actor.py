@@ -166,19 +166,20 @@ class RecordingActor:
     async def _answer(self, row: Row, seed: int) -> Completion:
         """The whole answer. Where a publish ends it early, the rest is asked for: the tokens so
         far stay, with their log-probs and versions, and new weights go on from them."""
-        answer = Completion([], [], [], "length")
+        answer: Completion | None = None
         while self._cut is None or not self._cut.is_set:
+            so_far = [] if answer is None else answer.tokens
             request = Request(
-                tokens=[*row.tokens, *answer.tokens],
+                tokens=row.tokens + so_far,
                 sampling=self.seat.sampling,
                 seed=seed,
                 group=f"{self.seat.policy}/{self._draw.ordinal}",
                 cut=self._cut,
-                num_sampled=len(answer.tokens),
+                num_sampled=len(so_far),
                 progress=self._progress,
             )
             part = await self.seat.engine.generate(request)
-            if answer.tokens:
+            if answer is not None:
                 part.tokens = answer.tokens + part.tokens
                 part.logprobs = answer.logprobs + part.logprobs
                 part.versions = answer.versions + part.versions
@@ -186,6 +187,7 @@ class RecordingActor:
                 return part
             row.interruptions += 1
             answer = part
+        answer = answer or Completion([], [], [], "length")
         answer.finish, answer.cause = "length", None
         return answer
 

@@ -65,8 +65,13 @@ def drop_reason(group: Group, policy: str, config: RolloutConfig) -> str | None:
 
 def is_zero_variance(group: Group, policy: str) -> bool:
     """True if in every role of the policy all rewards are equal, or there is only one."""
-    roles = {sample.role for sample in group.samples(policy)}
-    return all(has_zero_variance(rewards_of(group, policy, role)) for role in roles)
+    return are_equal(rewards_by_role(group, policy))
+
+
+def are_equal(rewards: Sequence[tuple[str, float]]) -> bool:
+    """True if in every role all rewards are equal. rewards: (role, reward)."""
+    roles = {role for role, _ in rewards}
+    return all(has_zero_variance([r for name, r in rewards if name == role]) for role in roles)
 
 
 def rewards_of(group: Group, policy: str, role: str | None = None) -> list[float]:
@@ -74,15 +79,21 @@ def rewards_of(group: Group, policy: str, role: str | None = None) -> list[float
 
     An episode in which nothing was to be scored has none.
     """
-    rewards = []
+    return [r for name, r in rewards_by_role(group, policy) if role in (None, name)]
+
+
+def rewards_by_role(group: Group, policy: str) -> list[tuple[str, float]]:
+    """(role, reward) of the policy's roles in each trainable episode, in order."""
+    found = []
     for episode in group.episodes:
-        own = [s for s in episode.samples if s.policy == policy]
-        roles = sorted({s.role for s in own if s.reward is not None})
-        for name in roles if episode.is_trainable else []:
-            reward = episode_reward(episode, policy, name)
-            if reward is not None and role in (None, name):
-                rewards.append(reward)
-    return rewards
+        if not episode.is_trainable:
+            continue
+        own = (s for s in episode.samples if s.policy == policy)
+        for role in sorted({s.role for s in own if s.reward is not None}):
+            reward = episode_reward(episode, policy, role)
+            if reward is not None:
+                found.append((role, reward))
+    return found
 
 
 def mask_truncated(group: Group) -> None:
@@ -105,7 +116,7 @@ def answer_lengths(samples: Sequence[Sample]) -> Iterator[int]:
     for sample in samples:
         for is_answer, run in groupby(sample.mask):
             if is_answer:
-                yield sum(1 for _ in run)
+                yield len(list(run))
 
 
 def _has_failed(sample: Sample) -> bool:

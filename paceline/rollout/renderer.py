@@ -9,6 +9,7 @@ this is found out when the renderer is made, and such an episode becomes one row
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from paceline.errors import ConfigError, DataError
@@ -16,6 +17,9 @@ from paceline.types import Message, Prompt
 
 _MARK = "zqxjk0"
 """Content of the dummy messages around which templates are compared."""
+KEPT_TEXTS = 64
+"""Newest distinct answers whose text is kept: an answer is decoded for its reward and again for its
+sample, and the short answers of one prompt are often equal."""
 _DUMMY = (Message(role="user", content=_MARK), Message(role="assistant", content=_MARK))
 
 
@@ -40,7 +44,7 @@ class Renderer:
         self.can_extend = self.has_template and self._keeps_prefix()
         """True if a template is there and renders old turns unchanged."""
         self._last: tuple[Prompt | None, list[int]] = (None, [])
-        self._decoded: tuple[list[int], str] = ([], "")
+        self._text = lru_cache(KEPT_TEXTS)(self._decode)
 
     @property
     def has_template(self) -> bool:
@@ -124,14 +128,13 @@ class Renderer:
         stop = len(ids)
         while stop and ids[stop - 1] in self.end_ids:
             stop -= 1
-        # An answer is decoded for its reward and, right after that, for its sample.
-        kept = list(ids[:stop])
-        if self._decoded[0] != kept:
-            text = self.tokenizer.decode(
-                kept, skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-            self._decoded = (kept, str(text))
-        return self._decoded[1]
+        return self._text(tuple(ids[:stop]))
+
+    def _decode(self, ids: tuple[int, ...]) -> str:
+        text = self.tokenizer.decode(
+            list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return str(text)
 
     def _keeps_prefix(self) -> bool:
         """Render a conversation turn by turn and see whether old turns stay as they were."""

@@ -96,20 +96,23 @@ class Reward:
         self, prompt: Prompt, completion: str, *, finish: str = "stop", num_tokens: int = 0
     ) -> Score:
         """What the answer is worth. Failures of the reward are scores without a value."""
-        values = reward_values(prompt, completion, finish, num_tokens)
+        answer = (prompt, completion, finish, num_tokens)
         with self.outside():
             if len(self._parts) == 1 and not self._parts[0].name:
-                return await self._score_part(self._parts[0], values)
+                return await self._score_part(self._parts[0], *answer)
             # ends: each part by `timeout_s`
-            scores = await asyncio.gather(*(self._score_part(part, values) for part in self._parts))
+            scores = await asyncio.gather(*(self._score_part(p, *answer) for p in self._parts))
         return _weighted_sum(self._parts, scores)
 
-    async def _score_part(self, part: Part, values: Mapping[str, Any]) -> Score:
+    async def _score_part(
+        self, part: Part, prompt: Prompt, completion: str, finish: str, num_tokens: int
+    ) -> Score:
         if part.inline is None:
             assert self.pool is not None
+            values = reward_values(prompt, completion, finish, num_tokens)
             return await self.pool.call(part.name, values)
         try:
-            result = part.inline(values["completion"], values["answer"], values["metadata"])
+            result = part.inline(completion, prompt.answer, prompt.metadata)
         except Exception as exc:
             return exception_score(exc, frozenset({__file__}), 0.0)
         return to_score(result, {})

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from paceline.deadline import stop
 from paceline.engines.base import CutSignal, Engine, Sampling
@@ -30,7 +30,7 @@ from paceline.rollout.rewards import Reward
 from paceline.rollout.score import exception_score
 from paceline.rollout.seats import AnySeat, FrozenSeat, Player, learning_policies, seat_for
 from paceline.rollout.settings import RolloutConfig
-from paceline.types import Draw, Episode, Group, derive_seed
+from paceline.types import Draw, Episode, Group, Sample, derive_seed
 from paceline.user_code import NOT_OF_USER_CODE
 
 logger = logging.getLogger(__name__)
@@ -288,15 +288,16 @@ def _unserved_outcome(actors: Mapping[str, Player]) -> Outcome | None:
 def _episode(place: _Place, actors: Mapping[str, Player], outcome: Outcome) -> Episode:
     """What the roles said. One that was silent among several took no part: it has no sample,
     unless there is nobody else to tell that the episode failed."""
-    learning = [actor for actor in actors.values() if isinstance(actor, RecordingActor)]
-    learning = [actor for actor in learning if actor.learns]
-    if len(actors) == 1:
-        samples = [sample for actor in learning for sample in actor.samples()]
-    else:
-        samples = [sample for actor in learning for sample in actor.answers()]
-        if not samples and has_failed(outcome):
-            samples = [actor.blank() for actor in learning]
-    others = [s for actor in actors.values() if not _learns(actor) for s in actor.answers()]
+    is_alone = len(actors) == 1
+    samples: list[Sample] = []
+    others: list[Sample] = []
+    for actor in actors.values():
+        if not _learns(actor):
+            others += actor.answers()
+        else:
+            samples += actor.samples() if is_alone else actor.answers()
+    if not samples and not is_alone and has_failed(outcome):
+        samples = [actor.blank() for actor in actors.values() if _learns(actor)]
     return Episode(
         place.draw.prompt.id,
         place.index,
@@ -306,7 +307,7 @@ def _episode(place: _Place, actors: Mapping[str, Player], outcome: Outcome) -> E
     )
 
 
-def _learns(actor: Player) -> bool:
+def _learns(actor: Player) -> TypeGuard[RecordingActor]:
     return isinstance(actor, RecordingActor) and actor.learns
 
 

@@ -61,10 +61,11 @@ def to_number(value: Any) -> tuple[float | None, str | None]:
     """(number, None), or (None, cause). Takes numbers of Python, numpy and 0-d tensors."""
     if value is None:
         return None, "none"
-    if getattr(value, "shape", None) == () and hasattr(value, "item"):
-        value = value.item()
-    if not isinstance(value, numbers.Real | decimal.Decimal):
-        return None, "bad_result"
+    if not isinstance(value, float | int):
+        if getattr(value, "shape", None) == () and hasattr(value, "item"):
+            value = value.item()
+        if not isinstance(value, numbers.Real | decimal.Decimal):
+            return None, "bad_result"
     try:
         number = float(value)
     except OverflowError:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 
 from paceline.observe.metrics import Metrics
-from paceline.rollout.filters import answer_lengths, is_zero_variance, rewards_of
+from paceline.rollout.filters import answer_lengths, are_equal, rewards_by_role
 from paceline.types import Episode, Group, Sample, Status
 
 
@@ -22,26 +23,28 @@ def summarise(groups: Sequence[Group], policy: str) -> Metrics:
         for group in groups
         for episode in group.episodes
     )
+    rewards: list[float] = []
     for group in groups:
         if has_roles:
             _add_roles(metrics, group, policy)
-        _add_rewards(metrics, group, policy)
+        rewards += _add_rewards(metrics, group, policy)
         _add_samples(metrics, group, policy)
         for episode in group.episodes:
             for name, value in episode.metrics.items():
                 metrics.mean(f"rollout/env/{_plain(name)}", value)
-    rewards = [reward for group in groups for reward in rewards_of(group, policy)]
     if rewards:
         metrics.mean("rollout/reward_std", statistics.pstdev(rewards))
     return metrics
 
 
-def _add_rewards(metrics: Metrics, group: Group, policy: str) -> None:
-    rewards = rewards_of(group, policy)
+def _add_rewards(metrics: Metrics, group: Group, policy: str) -> list[float]:
+    """Returns the rewards."""
+    found = rewards_by_role(group, policy)
+    rewards = [reward for _, reward in found]
     metrics.mean_of("rollout/reward", rewards)
     if not rewards:
-        return
-    is_equal = is_zero_variance(group, policy)
+        return rewards
+    is_equal = are_equal(found)
     metrics.mean("rollout/zero_variance", is_equal)
     metrics.mean("rollout/all_correct", is_equal and min(rewards) > 0)
     metrics.mean("rollout/all_wrong", is_equal and max(rewards) <= 0)
@@ -50,13 +53,26 @@ def _add_rewards(metrics: Metrics, group: Group, policy: str) -> None:
     metrics.mean("rollout/reward_group_std", spread)
     metrics.max("rollout/reward_max", max(rewards))
     metrics.min("rollout/reward_min", min(rewards))
+    return rewards
 
 
 def _add_samples(metrics: Metrics, group: Group, policy: str) -> None:
-    for episode in group.episodes:
-        for sample in episode.samples:
-            if sample.policy == policy:
-                _add_sample(metrics, sample, sample.cause or _cause_of_another(episode, sample))
+    """Counted for the group first: a step has many samples, and a dozen numbers of each."""
+    samples = list(group.samples(policy))
+    failures = [
+        sample.cause or _cause_of_another(episode, sample)
+        for episode in group.episodes
+        for sample in episode.samples
+        if sample.policy == policy
+    ]
+    causes = Counter(cause for cause in failures if cause is not None)
+    for failure, count in causes.items():
+        origin, _, cause = failure.partition("/")
+        metrics.sum(f"rollout/failures/{origin}/{cause}", count)
+    if samples:
+        metrics.sum("rollout/samples", len(samples))
+        metrics.mean("rollout/failed", causes.total(), len(samples))
+    _add_answers(metrics, [sample for sample in samples if sample.status.is_trainable])
 
 
 def _cause_of_another(episode: Episode, sample: Sample) -> str | None:
@@ -65,27 +81,20 @@ def _cause_of_another(episode: Episode, sample: Sample) -> str | None:
     return next(found, None)
 
 
-def _add_sample(metrics: Metrics, sample: Sample, failure: str | None) -> None:
-    metrics.sum("rollout/samples", 1)
-    if failure is not None:
-        origin, _, cause = failure.partition("/")
-        metrics.sum(f"rollout/failures/{origin}/{cause}", 1)
-    metrics.mean("rollout/failed", failure is not None)
-    if sample.status.is_trainable:
-        _add_answers(metrics, sample)
-
-
-def _add_answers(metrics: Metrics, sample: Sample) -> None:
-    metrics.mean("rollout/truncated", sample.status is Status.TRUNCATED)
-    if True in sample.mask:
-        metrics.mean("rollout/prompt_tokens", sample.mask.index(True))
-    for name, value in sample.reward_parts.items():
-        metrics.mean(f"rollout/reward_part/{_plain(name)}", value)
-    for length in answer_lengths([sample]):
-        metrics.mean("rollout/answer_tokens", length)
-        metrics.max("rollout/answer_tokens_max", length)
-        metrics.min("rollout/answer_tokens_min", length)
-        metrics.sum("rollout/sampled_tokens", length)
+def _add_answers(metrics: Metrics, samples: Sequence[Sample]) -> None:
+    if samples:
+        metrics.mean_of("rollout/truncated", [s.status is Status.TRUNCATED for s in samples])
+    for sample in samples:
+        for name, value in sample.reward_parts.items():
+            metrics.mean(f"rollout/reward_part/{_plain(name)}", value)
+    lengths = list(answer_lengths(samples))
+    if lengths:
+        starts = [sample.mask.index(True) for sample in samples if True in sample.mask]
+        metrics.mean_of("rollout/prompt_tokens", starts)
+        metrics.mean_of("rollout/answer_tokens", lengths)
+        metrics.max("rollout/answer_tokens_max", max(lengths))
+        metrics.min("rollout/answer_tokens_min", min(lengths))
+        metrics.sum("rollout/sampled_tokens", sum(lengths))
 
 
 def _add_roles(metrics: Metrics, group: Group, policy: str) -> None:

@@ -52,6 +52,21 @@ def problems(folder: Path, text: str) -> str:
             '[engine]\nkind = "vllm"\nextra_arguments = ["--model=x"]',
             r"engine.extra_arguments .*take --model out; set model.path",
         ),
+        (
+            '[engine]\nkind = "sglang"\nrouter = "sglang"\nrouter_arguments = ["--host=0.0.0.0"]',
+            r"engine.router_arguments .*take --host out; set engine.host",
+        ),
+        (
+            '[engine]\nkind = "sglang"\nrouter_arguments = ["--policy", "random"]',
+            r'engine.router_arguments .*engine.router = "paceline" takes none',
+        ),
+        ('[engine]\nkind = "sglang"\nrouter = "nginx"', r"engine.router.*nginx"),
+        ('[engine]\nkind = "vllm"\nrouter = "sglang"', r"router.* belongs to kind 'sglang'"),
+        ('[engine]\nrouter = "sglang"', r"router.* belongs to kind 'sglang'"),
+        (
+            '[engine]\nkind = "sglang"\nurls = ["http://a:1"]\npython = "p"',
+            r"engine.python .*: engine.urls names servers that run already",
+        ),
         ("[engine]\ngpu_memory_utilization = 0.5", r"engine.memory_share"),
         ('[cluster]\nruntime = "ray"', r'cluster.runtime .*: "ray" has nothing to run'),
         ('[engine]\nkind = "sglang"\nmax_batch = 4', r"max_batch.* belongs to kind 'embedded'"),
@@ -59,6 +74,14 @@ def problems(folder: Path, text: str) -> str:
 )
 def test_what_can_not_stand_together_is_refused(tmp_path: Path, text: str, pattern: str) -> None:
     assert re.search(pattern, problems(tmp_path, VALID + text))
+
+
+def test_a_router_before_servers_of_others_is_started_here(tmp_path: Path) -> None:
+    text = (
+        '[engine]\nkind = "sglang"\nurls = ["http://a:1"]\nrouter = "sglang"\npython = "p"\n'
+        'env = {A = "1"}\nrouter_arguments = ["--policy", "power_of_two", "--cache-threshold=0.2"]'
+    )
+    load_run_file(write_project(tmp_path, VALID + text))
 
 
 def test_determinism_is_not_promised_for_servers(tmp_path: Path) -> None:

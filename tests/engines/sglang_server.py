@@ -154,6 +154,9 @@ class StandIn:
         self.paused = None
         return {"status": "ok"}
 
+    async def on_health(self, body: Any) -> Any:
+        return {}
+
     async def on_health_generate(self, body: Any) -> Any:
         return {}
 

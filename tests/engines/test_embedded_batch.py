@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny import tiny_model, tiny_tokenizer
 
+from paceline.engines import embedded_batch
 from paceline.engines.base import Request, Sampling
 from paceline.engines.embedded_batch import Batch, Job
 from paceline.engines.embedded_model import CachedModel
@@ -84,6 +85,54 @@ def test_any_order_of_arrivals_and_ends_leaves_every_answer_right(seed: int) -> 
                 logprobs = model(ids).logits[0].log_softmax(-1)
             rows = torch.arange(len(one.prompt) - 1, ids.shape[1] - 1)
             assert one.logprobs == pytest.approx(logprobs[rows, one.tokens].tolist(), abs=1e-5)
+
+
+def answers_of_two_groups(batch: Batch, fed: list[int]) -> list[Generation]:
+    """Six answers to each of two prompts and three later ones to the first; `fed` gets the rows
+    of each forward."""
+    embeddings: Any = batch._model.module.get_input_embeddings()  # type: ignore[operator]
+    hook = embeddings.register_forward_hook(lambda _, inputs, __: fed.append(len(inputs[0])))
+    prompts = [[5, 6, 7], [8, 9]]
+    # Cool, so that answers begin alike; one of each prompt is greedy.
+    everyone = [
+        generation(
+            prompts[i % 2],
+            seed=i,
+            temperature=0.3 if i > 1 else 0.0,
+            max_tokens=4 + i,
+            ignore_eos=True,
+            repetition_penalty=1.2 if i in (2, 3) else 1.0,
+        )
+        for i in range(12)
+    ]
+    later = [generation(prompts[0], seed=i, temperature=0.3, max_tokens=8) for i in (4, 20, 21)]
+    batch.is_interrupted = True
+    batch.run(Job(admit=list(everyone)))
+    everyone[7].is_cancelled = True
+    batch.run(Job(admit=later))
+    batch.is_interrupted = False
+    while batch.num_active:
+        batch.run(Job())
+    hook.remove()
+    return [*everyone, *later]
+
+
+def test_rows_that_are_equal_so_far_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    model.lm_head.weight.data *= 3  # so that answers begin alike, and part
+    fed: dict[int, list[int]] = {1: [], 10**9: []}
+    found = {}
+    for least, sizes in fed.items():
+        monkeypatch.setattr(embedded_batch, "MIN_COPIES", least)
+        found[least] = answers_of_two_groups(make_batch(model, max_batch=16), sizes)
+    shared, plain = found.values()
+    # Two prompts; then few rows that differ, where there are 12.
+    assert (fed[10**9][:2], fed[1][:2]) == ([2, 12], [2, 3])
+    assert sum(fed[1]) < 0.8 * sum(fed[10**9])
+    assert [g.tokens for g in shared] == [g.tokens for g in plain]
+    assert len({tuple(g.tokens[:4]) for g in shared}) > 8
+    for one, other in zip(shared, plain, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
 
 
 def test_a_job_makes_a_step_at_least_and_ends_when_interrupted() -> None:

@@ -3,7 +3,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from paceline.engines.embedded_cache import BLOCK_TOKENS, PrefillCache, SlotCache, row_index
+from paceline.engines.embedded_cache import (
+    BLOCK_TOKENS,
+    Copies,
+    PrefillCache,
+    SlotCache,
+    row_index,
+)
 
 CPU = torch.device("cpu")
 
@@ -35,6 +41,25 @@ def test_rows_are_placed_copied_and_read_back_as_views() -> None:
     assert torch.equal(keys[:, :, 4:], new[0])
     again, _ = cache.update(*new, layer_idx=1)
     assert again.data_ptr() == keys.data_ptr()
+
+
+def test_what_is_computed_once_is_written_for_all_its_copies() -> None:
+    source = prefilled(2, 4)
+    cache = SlotCache(3)
+    cache.reserve(4)
+    cache.place(source.blocks, row_index([1, 0, 1], CPU), row_index([0, 1, 2], CPU))
+    index = torch.tensor([s * cache.capacity + 4 for s in range(3)])
+    # Slots 0 and 2 hold the same; slot 1 is its own.
+    cache.select(index, 5, Copies(first_R=torch.tensor([0, 1]), of_N=torch.tensor([0, 1, 0])))
+    new = torch.randn(2, 2, 1, 3), torch.randn(2, 2, 1, 5)
+    found = cache.update(*new, layer_idx=1)
+    cache.select(index, 5)
+    for held, computed, given in zip(
+        (block[:3, :5].transpose(1, 2) for block in cache._blocks[1]), found, new, strict=True
+    ):
+        assert torch.equal(computed, held[[0, 1]])
+        assert torch.equal(held[0], held[2])
+        assert torch.equal(held[:2, :, 4:], given)
 
 
 def test_growing_keeps_what_is_held_and_zeroes_the_rest() -> None:

@@ -62,6 +62,15 @@ def test_what_ends_an_answer() -> None:
     assert (forced.end_ids, forced.stop) == (frozenset(), ())
 
 
+def test_equal_prompts_in_turn_are_one_array_whatever_becomes_of_the_list() -> None:
+    tokens = [2, 3]
+    first, second = generation(tokens), generation([2, 3])
+    assert first.prompt is second.prompt
+    tokens.append(4)
+    assert generation(tokens).prompt.tolist() == [2, 3, 4]
+    assert second.prompt.tolist() == [2, 3]
+
+
 @pytest.mark.parametrize(
     ("tokens", "sampling", "message"),
     [

@@ -16,7 +16,7 @@ from paceline.engines.embedded_sampler import (
     RowSettings,
     row_settings,
     sample,
-    stream_key,
+    stream_keys,
     uniforms,
 )
 
@@ -41,11 +41,13 @@ def test_uniforms_are_those_of_splitmix64() -> None:
 
 
 def test_streams_of_neighbouring_seeds_do_not_overlap() -> None:
-    keys = np.array([stream_key(seed) for seed in range(64)], np.uint64)
+    keys = stream_keys(range(64))
     drawn = uniforms(np.repeat(keys, 64), np.tile(np.arange(64), 64))
     assert len(set(drawn.tolist())) == 64 * 64
     assert abs(drawn.mean() - 0.5) < 0.02
-    assert stream_key(2**63 + 5) != stream_key(5)
+    far, near = stream_keys([2**63 + 5, 5])
+    assert far != near
+    assert stream_keys([-1, 2**64 - 1]).tolist() == [int(stream_keys([-1])[0])] * 2
 
 
 @pytest.mark.parametrize(
@@ -63,7 +65,7 @@ def test_streams_of_neighbouring_seeds_do_not_overlap() -> None:
 def test_draws_follow_the_distribution_whose_logprobs_are_reported(row: dict[str, float]) -> None:
     n, vocab = 20_000, 12
     logits = torch.from_numpy(np.random.default_rng(1).normal(size=vocab) * 2).float()
-    keys = np.full(n, stream_key(7), np.uint64)
+    keys = stream_keys([7] * n)
     uniform = torch.from_numpy(uniforms(keys, np.arange(n)))
     token_N, logprob_N = sample(logits.expand(n, -1), settings_of(*[row] * n), uniform)
 

@@ -19,6 +19,7 @@ from paceline.engines.http import JsonClient, LostServerError
 from paceline.engines.server import (
     HOST,
     PORT,
+    SECOND_PORT,
     LocalLauncher,
     Server,
     ServerCommand,
@@ -71,6 +72,20 @@ async def end_of(server: Server) -> str:
     while (end := await server.ended()) is None:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     return end
+
+
+def test_what_stands_for_host_and_ports(tmp_path: Path) -> None:
+    async def main() -> None:
+        server = await LocalLauncher(tmp_path).start(
+            command(*python("import sys; print(*sys.argv[1:])"), HOST, "--p=" + PORT, SECOND_PORT)
+        )
+        await end_of(server)
+        host, first, second = (await server.last_output()).split()
+        assert f"http://{host}:{first.removeprefix('--p=')}" == server.url
+        assert int(second) > 0
+        await server.aclose()
+
+    run(main())
 
 
 async def written(path: Path, count: int = 1) -> list[int]:

@@ -15,7 +15,8 @@ from tiny import tiny_tokenizer
 from paceline.engines.base import Completion, CutSignal, Progress, Request, Sampling
 from paceline.engines.http import JsonClient, LostServerError
 from paceline.engines.served import Served
-from paceline.engines.sglang import PAUSED, SGLangReplica
+from paceline.engines.sglang import SGLangReplica
+from paceline.engines.sglang_requests import PAUSED
 from paceline.errors import EngineError
 
 SERVED = Served(

@@ -9,6 +9,7 @@ import pytest
 from paceline.engines.arguments import check_sglang
 from paceline.engines.base import SGLangEngineConfig
 from paceline.engines.sglang_launch import sglang_command
+from paceline.engines.sglang_router import sglang_router_command
 from paceline.errors import ConfigError
 from paceline.models import ModelConfig
 
@@ -116,3 +117,49 @@ def test_arguments_that_pass(extra: tuple[str, ...]) -> None:
 def test_log_probs_before_temperature_are_refused() -> None:
     with pytest.raises(ConfigError, match="SGLANG_RETURN_ORIGINAL_LOGPROB"):
         command(env={"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"})
+
+
+def test_the_command_of_a_router() -> None:
+    own = ("--policy", "power_of_two", "--log-level=info")
+    config = SGLangEngineConfig(
+        python="/p", request_timeout_s=9.5, env={"A": "1"}, router_arguments=own, host="0.0.0.0"
+    )
+    built = sglang_router_command(config, policy="solver", api_key="secret")
+    argv = list(built.argv)
+    assert argv[:3] == ["/p", "-m", "sglang_router.launch_router"]
+    assert (value(argv, "--host"), value(argv, "--port")) == ("{host}", "{port}")
+    # It would be open to the network otherwise, at a port that every router takes.
+    assert value(argv, "--prometheus-host") == "127.0.0.1"
+    assert value(argv, "--prometheus-port") == "{second_port}"
+    assert float(value(argv, "--request-timeout-secs")) > 9.5
+    assert value(argv, "--api-key") == "secret"
+    for flag in ("--disable-retries", "--disable-circuit-breaker", "--disable-health-check"):
+        assert flag in argv
+    assert argv[-3:] == list(own)
+    assert "--log-level" not in argv
+    assert (built.name, built.host, built.num_devices) == ("solver-sglang-router", "0.0.0.0", 0)
+    assert built.env["A"] == "1"
+    assert "secret" not in sglang_router_command(config, policy="solver").argv
+
+
+def test_a_router_before_servers_of_others_listens_on_loopback() -> None:
+    config = SGLangEngineConfig(urls=("http://a:1",), host="0.0.0.0")
+    assert sglang_router_command(config, policy="p").host == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--host", "0.0.0.0"),
+        ("--worker-urls", "http://a:1"),
+        ("--prometheus-host=0.0.0.0",),
+        ("--prometheus_port", "1"),
+        ("--request-timeout", "3"),
+        ("--retry-max-retries", "3"),
+        ("--pd-disaggregation",),
+        ("--service-discovery",),
+    ],
+)
+def test_arguments_of_a_router_that_are_not_the_users(arguments: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"engine.router_arguments: take --"):
+        sglang_router_command(SGLangEngineConfig(router_arguments=arguments), policy="p")

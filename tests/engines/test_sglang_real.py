@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines.sglang_real import Moment, RealServer, Weights, logprobs, request
+from engines.sglang_real import Moment, RealServer, Weights, config, logprobs, request
 from tiny import tiny_tokenizer
 
 from paceline.engines.base import Completion, CutSignal, Request, Sampling
 from paceline.engines.router import RoutedEngine
+from paceline.engines.sglang_open import open_sglang
 from paceline.errors import EngineError, WeightError
+from paceline.models import ModelConfig
 from paceline.weights.base import Parcel, Transport
 from paceline.weights.check import check_weights
 
@@ -236,6 +238,48 @@ def test_what_the_server_refuses(server: RealServer) -> None:
             await replica.weights.take(Parcel((), handles=("bm90IGEgcGlja2xl",)), "handles")
         await engine.resume()
         await engine.generate(request())
+
+    server.run(scenario())
+
+
+def test_servers_behind_their_own_router(
+    server: RealServer, weights: Weights, tmp_path: Path
+) -> None:
+    version = server.engine.version + 1
+    asked = [request(seed=i, **ENDLESS) for i in range(8)]
+
+    async def answers_hold(engine: RoutedEngine, version: int, seed: int) -> None:
+        answers = await asyncio.gather(*map(engine.generate, asked))
+        for question, made in zip(asked, answers, strict=True):
+            assert_logprobs(seed, question, made)
+            assert made.versions == [version] * 12
+
+    async def scenario() -> None:
+        await publish(server.engine, weights, version, 4)
+        engine = await open_sglang(
+            config(urls=tuple(server.engine.addresses), router="sglang"),
+            ModelConfig(path=str(server.folder / "model")),
+            tiny_tokenizer(),
+            policy="policy",
+            version=version,
+            folder=tmp_path,
+        )
+        try:
+            await answers_hold(engine, version, 4)
+            await publish(engine, weights, version + 1, 5, "disk")
+            await answers_hold(engine, version + 1, 5)
+            cut = CutSignal()
+            long = Request([5, 6, 7], Sampling(max_tokens=100, ignore_eos=True), seed=0, cut=cut)
+            tasks = [asyncio.create_task(engine.generate(long)) for _ in range(8)]
+            await asyncio.sleep(0.2)
+            cut.set()
+            assert {made.finish for made in await asyncio.gather(*tasks)} == {"length"}
+            await engine.pause("finish")  # at once, or after all that is left
+            assert engine.num_running == 0
+            await engine.resume()
+        finally:
+            await engine.aclose()
+        await publish(server.engine, weights, version + 2, 5)
 
     server.run(scenario())
 

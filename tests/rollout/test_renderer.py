@@ -94,6 +94,20 @@ def test_decoding_leaves_out_end_tokens() -> None:
     assert r.decode([]) == ""
 
 
+def test_an_answer_is_decoded_once_for_its_reward_and_its_sample(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    r, decoded = renderer(), []
+    decode = r.tokenizer.decode
+    monkeypatch.setattr(
+        r.tokenizer, "decode", lambda ids, **options: decoded.append(ids) or decode(ids, **options)
+    )
+    answers = [[4 + i % 3, 5, EOS] for i in range(6)]
+    assert [r.decode(ids) for ids in answers] == ["12", "22", "32"] * 2
+    assert r.decode(answers[0][:2]) == "12"
+    assert decoded == [[4, 5], [5, 5], [6, 5]]
+
+
 def test_pad_equal_to_end_is_no_special_case() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token
