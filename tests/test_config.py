@@ -96,21 +96,6 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
     assert isinstance(run_file.algorithm, Sft)
 
 
-def test_another_kind_of_a_block_leaves_the_keys_of_the_former_one(tmp_path: Path) -> None:
-    text = VALID + '[engine]\nkind = "sglang"\nreplicas = 2\ndtype = "bfloat16"\n'
-    path = write_project(tmp_path, text)
-    run_file = load_run_file(path, ["engine.kind=embedded", "engine.max_batch=4"])
-    assert run_file.engine.model_dump(exclude_unset=True) == {
-        "kind": "embedded", "dtype": "bfloat16", "max_batch": 4
-    }  # fmt: skip
-    resolved = write_run_file(load_run_file(path), tmp_path / "resolved.toml")
-    assert load_run_file(resolved, ["engine.kind=embedded"]).engine.kind == "embedded"
-    # What nobody's kind has, or who overrides asks for, is refused as ever.
-    for wrong in ("engine.replicsa=2", "engine.replicas=3"):
-        with pytest.raises(ConfigError, match=r"engine\.replic"):
-            load_run_file(path, ["engine.kind=embedded", wrong])
-
-
 def test_the_name_defaults_to_that_of_the_file(tmp_path: Path) -> None:
     text = VALID.replace('name = "demo"\n', "")
     assert load_run_file(write_project(tmp_path, text, "my run.toml")).run.name == "my-run"

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import operator
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
-from functools import reduce
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import tomli_w
 from pydantic import ValidationError
@@ -18,13 +16,14 @@ from paceline.config.blocks import RunFile
 from paceline.config.check_paths import PATH_CHECKS
 from paceline.config.checks import CHECKS, Purpose, Situation
 from paceline.config.fields import config_classes
+from paceline.config.kinds import leave_former_kinds
 from paceline.config.part_checks import PART_CHECKS
 from paceline.config.policies import PolicyConfig, inherit_blocks
 from paceline.config.policy_checks import check_all, written_where
 from paceline.config.problems import KeyPath, Places, Problem, config_error
 from paceline.config.repair import rest_of
-from paceline.config.source import Table, apply_overrides, nested, read_toml
-from paceline.config.translate import class_at, not_numbers, translate
+from paceline.config.source import Table, apply_overrides, nested, plain, read_toml
+from paceline.config.translate import not_numbers, translate
 from paceline.types import Config
 
 C = TypeVar("C", bound=Config)
@@ -41,16 +40,16 @@ def load_run_file(
 
     `overrides`: `trainer.lr=1e-5`, `rollout.sampling.stop=["\\n"]`; values are TOML, bare words
     are texts, an empty value takes the key out. Where one chooses another `kind` of a block, the
-    file's keys that only the former kind has are left out. `given`: what Python code hands over
-    besides the file: `prompts`, `reward`, `eval_prompts`. Raises one ConfigError with all that is
-    wrong.
+    file's keys that only the former kind has, or that stood at its defaults, are left out.
+    `given`: what Python code hands over besides the file: `prompts`, `reward`, `eval_prompts`.
+    Raises one ConfigError with all that is wrong.
     """
     path = Path(path)
     tables, lines = read_toml(path)
     places = Places(path, lines)
     written = copy.deepcopy(tables)
     problems = apply_overrides(tables, overrides, places)
-    _leave_former_kinds(tables, written, places)
+    leave_former_kinds(tables, written, places.overrides.values())
     folder = Path(os.path.abspath(path.parent))
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-._") or "run"
     return _assemble(tables, places, problems, folder, name, Situation(purpose, frozenset(given)))
@@ -69,7 +68,7 @@ def load_settings(
     Example: load_settings({"model.path": "gpt2", "trainer": {"lr": 1e-5}, "run.num_steps": 10})
     None leaves a key out. Relative paths start from `base`.
     """
-    tables: Table = _plain(nested(settings))
+    tables: Table = plain(nested(settings))
     folder = Path(os.path.abspath(base))
     return _assemble(tables, Places(), [], folder, name, Situation(purpose, frozenset(given)))
 
@@ -79,28 +78,13 @@ def load_block(cls: type[C], values: Mapping[str, Any], name: str) -> C:
 
     Example: load_block(Sampling, {"temperature": 0}, "sampling")
     """
-    tables = _plain(values)
+    tables = plain(values)
     try:
         return cls.model_validate(tables)
     except ValidationError as error:
         found = translate(error, cls, tables)
         problems = [Problem((name, *problem.path), problem.text) for problem in found]
         raise config_error(problems, Places()) from None
-
-
-def _plain(value: Any) -> Any:
-    """Python containers as TOML would give them, apart from the caller's own."""
-    match value:
-        case Mapping():
-            return {str(key): _plain(item) for key, item in value.items() if item is not None}
-        case list() | tuple():
-            return [_plain(item) for item in value]
-        case Path():
-            return str(value)
-        case _ if hasattr(value, "model_dump"):
-            return _plain(value.model_dump())
-        case _:
-            return copy.copy(value)
 
 
 def _assemble(
@@ -143,19 +127,6 @@ def _assemble(
     if not run_file.policies and run_file.algorithm.critic is not None and run_file.critic is None:
         return run_file.model_copy(update={"critic": run_file.critic_settings})
     return run_file
-
-
-def _leave_former_kinds(tables: Table, written: Table, places: Places) -> None:
-    """Where an override chose another kind of a block, the file's keys of the former one go."""
-    for path in [path[:-1] for path in places.overrides if path[-1] == "kind"]:
-        former, chosen = class_at(RunFile, written, path), class_at(RunFile, tables, path)
-        if former is None or chosen is None or former is chosen:
-            continue
-        block = reduce(operator.getitem, path, cast("Any", tables))
-        size = len(path)
-        overridden = {p[size] for p in places.overrides if p[:size] == path and len(p) > size}
-        for name in former.model_fields.keys() - chosen.model_fields.keys() - overridden:
-            block.pop(name, None)
 
 
 def _set_policy_kinds(tables: Table) -> None:

@@ -79,7 +79,7 @@ def attached_servers_are_as_they_are(run_file: RunFile, situation: Situation) ->
             yield Problem(
                 ("engine", "urls", index), f"found {url!r}, allowed: http://host:port or https://"
             )
-    if len(set(engine.urls)) < len(engine.urls):
+    if len({url.rstrip("/") for url in engine.urls}) < len(engine.urls):
         yield Problem(("engine", "urls"), "the same server stands there twice")
 
 

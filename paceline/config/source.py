@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import re
 import tomllib
@@ -13,6 +14,21 @@ from paceline.config.problems import KeyPath, Places, Problem, dotted
 from paceline.errors import ConfigError
 
 Table = dict[str, Any]
+
+
+def plain(value: Any) -> Any:
+    """Python containers as TOML would give them, apart from the caller's own."""
+    match value:
+        case Mapping():
+            return {str(key): plain(item) for key, item in value.items() if item is not None}
+        case list() | tuple():
+            return [plain(item) for item in value]
+        case Path():
+            return str(value)
+        case _ if hasattr(value, "model_dump"):
+            return plain(value.model_dump())
+        case _:
+            return copy.copy(value)
 
 
 def read_toml(path: Path) -> tuple[Table, dict[KeyPath, int]]:

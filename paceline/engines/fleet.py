@@ -229,14 +229,14 @@ class Fleet:
         if (end := await member.supplier.problem()) is not None:
             self.lost(member, EngineError(end))
             return
-        start = asyncio.get_running_loop().time()
+        start, version = asyncio.get_running_loop().time(), self.version
         try:
             held = await member.alive.weights.version()
         except EngineError as error:
             if not self._was_late(start, error):
                 self.lost(member, error)
             return
-        if member.is_current and held != self.version:
+        if member.is_current and held != version == self.version:
             # Its owner has started it again, so fast that it seemed to have been there all along.
             self.lost(member, EngineError(f"it holds weights of version {held}"))
 

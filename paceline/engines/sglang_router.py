@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.deadline import stop
 from paceline.engines.arguments import check_sglang_router, flags_of
 from paceline.engines.base import Completion, Request, SGLangEngineConfig
 from paceline.engines.http import JsonClient, LostServerError, RefusedError
@@ -96,7 +97,7 @@ class SGLangRouter:
         """Requests of the router, which may be open at any of the replicas."""
         self._requests = SGLangRequests(client, served, self.open)
         self._url: str | None = None
-        self._changing = asyncio.Lock()
+        self._settling: asyncio.Task[None] | None = None
         self._behind: Mapping[str, SGLangReplica] = {}
         """Replicas that get requests, by url."""
         self._once_behind: dict[str, SGLangReplica] = {}
@@ -105,13 +106,14 @@ class SGLangRouter:
         self._starts = 0
 
     async def serve(self, replicas: Callable[[], Sequence[Replica]]) -> None:
-        if self._is_settled(_by_url(replicas())):
-            return
-        async with self._changing:  # ends: by the time limits of a start and of `_settle`
-            while not self._is_settled(wanted := _by_url(replicas())):
-                if self._is_closed:
-                    raise LostServerError(f"{self._server.name} is closed")
-                await self._settle(wanted)
+        while not self._is_settled(wanted := _by_url(replicas())):
+            if self._is_closed:
+                raise LostServerError(f"{self._server.name} is closed")
+            if self._settling is None or self._settling.done():
+                self._settling = asyncio.create_task(self._settle(wanted), name="settle a router")
+                self._settling.add_done_callback(_see)
+            # Others wait for it too, or have requests open: who gives up gives up for itself alone.
+            await asyncio.shield(self._settling)  # ends: by the limits of a start and of `_settle`
 
     async def generate(self, request: Request, version: int) -> Completion:
         if self._url is None or not self._behind:
@@ -135,6 +137,8 @@ class SGLangRouter:
 
     async def aclose(self) -> None:
         self._is_closed, self._is_sure, self._url = True, False, None
+        if self._settling is not None:
+            await stop(self._settling)
         await self._server.stop()
 
     def _is_settled(self, wanted: Mapping[str, SGLangReplica]) -> bool:
@@ -218,6 +222,12 @@ class SGLangRouter:
             *(replica.abort(rids) for replica in self._once_behind.values()),
             return_exceptions=True,
         )
+
+
+def _see(settled: asyncio.Task[None]) -> None:
+    """Its error is raised to who waits for it; where all have given up, nobody does."""
+    if not settled.cancelled():
+        settled.exception()
 
 
 def _by_url(replicas: Sequence[Replica]) -> dict[str, SGLangReplica]:

@@ -37,7 +37,7 @@ def problems(folder: Path, text: str) -> str:
         ('[engine]\nkind = "vllm"\nurls = ["a:1"]', r"engine.urls.* found 'a:1', allowed"),
         ('[engine]\nkind = "vllm"\nurls = ["http://"]', r"engine.urls.* found 'http://', allowed"),
         ('[engine]\nkind = "vllm"\nurls = ["http://a:x"]', r"engine.urls.* found 'http://a:x'"),
-        ('[engine]\nkind = "vllm"\nurls = ["http://a", "http://a"]', r"engine.urls .*twice"),
+        ('[engine]\nkind = "vllm"\nurls = ["http://a", "http://a/"]', r"engine.urls .*twice"),
         (
             '[engine]\ndtype = "bfloat16"\n[weight_check]\nwhen = "first"',
             r'weight_check.when .*engine.dtype = "bfloat16" rounds: set weight_check.tolerance',
