@@ -1,14 +1,16 @@
-"""What the answers of all servers have in common: versions, and texts that end them."""
+"""What the answers of all servers have in common: versions, texts that end them, how they ended."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from paceline.engines.base import Completion
+from paceline.engines.base import Completion, Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+PAUSED = "the engine was paused in mode abort"
 
 
 def versions(spans: Any, count: int, version: int) -> list[int]:
@@ -34,6 +36,30 @@ def number_of(version: Any) -> int | None:
         return int(version)
     except (TypeError, ValueError):
         return None
+
+
+def settle(
+    made: Completion,
+    request: Request,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    is_ended: bool,
+) -> None:
+    """Say how an answer came to its end, in place, and count its tokens.
+
+    is_ended: a pause ended it. One that was cut is an answer of that length.
+    """
+    if is_ended and made.finish == "abort":
+        made.can_go_on, made.cause = True, PAUSED
+    if request.cut is not None and request.cut.is_set and made.finish == "abort":
+        made.finish, made.cause, made.can_go_on = "length", None, False
+    sampling = request.sampling
+    if sampling.stop and not sampling.ignore_eos and tokenizer is not None:
+        first = len(request.tokens) - request.num_sampled
+        before = request.tokens[max(first, 0) :] if request.num_sampled else ()
+        end_at_stop_text(made, sampling.stop, tokenizer, before)
+    if request.progress is not None:
+        request.progress.num_tokens += len(made.tokens)
 
 
 def end_at_stop_text(

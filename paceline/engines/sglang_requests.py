@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.engines.answers import end_at_stop_text
+from paceline.engines.answers import settle
 from paceline.engines.base import Completion, CutSignal, Request
 from paceline.engines.http import JsonClient, RefusedError
 from paceline.engines.open_requests import OpenRequests
 from paceline.engines.served import Served
 from paceline.engines.sglang_answers import completion, sampling_params
 from paceline.errors import EngineError
-
-PAUSED = "the engine was paused in mode abort"
 
 
 class SGLangRequests:
@@ -46,16 +44,7 @@ class SGLangRequests:
         }
         answer, is_ended = await self.post(url, body, salt, request.cut)
         made = completion(answer, version=version)
-        if is_ended and made.finish == "abort":
-            made.can_go_on, made.cause = True, PAUSED
-        if request.cut is not None and request.cut.is_set and made.finish == "abort":
-            made.finish, made.cause, made.can_go_on = "length", None, False
-        if sampling.stop and not sampling.ignore_eos and self._served.tokenizer is not None:
-            first = len(request.tokens) - request.num_sampled
-            before = request.tokens[max(first, 0) :] if request.num_sampled else ()
-            end_at_stop_text(made, sampling.stop, self._served.tokenizer, before)
-        if request.progress is not None:
-            request.progress.num_tokens += len(made.tokens)
+        settle(made, request, self._served.tokenizer, is_ended=is_ended)
         return made
 
     async def post(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlencode
 
-from paceline.engines.answers import end_at_stop_text
+from paceline.engines.answers import settle
 from paceline.engines.base import Completion, CutSignal, Part, Request
 from paceline.engines.http import JsonClient, RefusedError
 from paceline.engines.open_requests import OpenRequests
@@ -31,7 +31,6 @@ CACHE_S = 600.0
 PREFIX = "generate-tokens-"
 """What the server puts before the ids of requests."""
 TAGS: frozenset[Part] = frozenset(("weights", "kv_cache"))
-PAUSED = "the engine was paused in mode abort"
 
 
 class VLLMReplica:
@@ -125,16 +124,7 @@ class VLLMReplica:
         body = {"token_ids": list(request.tokens), "sampling_params": params}
         answer, is_ended = await self._generate(body, request.cut)
         made = completion(answer, version=version)
-        if is_ended and made.finish == "abort":
-            made.can_go_on, made.cause = True, PAUSED
-        if request.cut is not None and request.cut.is_set and made.finish == "abort":
-            made.finish, made.cause, made.can_go_on = "length", None, False
-        if sampling.stop and not sampling.ignore_eos and self._served.tokenizer is not None:
-            first = len(request.tokens) - request.num_sampled
-            before = request.tokens[max(first, 0) :] if request.num_sampled else ()
-            end_at_stop_text(made, sampling.stop, self._served.tokenizer, before)
-        if request.progress is not None:
-            request.progress.num_tokens += len(made.tokens)
+        settle(made, request, self._served.tokenizer, is_ended=is_ended)
         return made
 
     async def score(self, tokens: Sequence[int], temperature: float = 1.0) -> list[float]:

@@ -12,11 +12,11 @@ import pytest
 from engines.sglang_server import StandIn, stand_in
 from tiny import tiny_tokenizer
 
+from paceline.engines.answers import PAUSED
 from paceline.engines.base import Completion, CutSignal, Progress, Request, Sampling
 from paceline.engines.http import JsonClient, LostServerError
 from paceline.engines.served import Served
 from paceline.engines.sglang import SGLangReplica
-from paceline.engines.sglang_requests import PAUSED
 from paceline.errors import EngineError
 
 SERVED = Served(

@@ -11,6 +11,7 @@ from engines.sglang_server import StandIn
 from engines.test_sglang_open import until
 from engines.test_sglang_router import Behind, ask, behind, request
 
+from paceline.engines.base import Completion
 from paceline.engines.sglang_router import SGLangRouter
 
 
@@ -36,6 +37,18 @@ async def give_up(task: asyncio.Task[Any]) -> None:
     assert isinstance((await asyncio.gather(task, return_exceptions=True))[0], BaseException)
 
 
+async def held_start(
+    b: Behind, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Held, asyncio.Task[Completion]]:
+    """The router is gone, and a request waits for a new one, whose start is held."""
+    b.launcher.kill_router()
+    held = Held(monkeypatch, b.launcher, "start")
+    task = asyncio.create_task(b.engine.generate(request()))
+    async with asyncio.timeout(20):
+        await until(lambda: held.waiting == 1)
+    return held, task
+
+
 def let_all_go(servers: list[StandIn]) -> None:
     for server in servers:
         server.manual = False
@@ -44,11 +57,7 @@ def let_all_go(servers: list[StandIn]) -> None:
 
 def test_while_it_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(b: Behind) -> None:
-        b.launcher.kill_router()
-        held = Held(monkeypatch, b.launcher, "start")
-        first = asyncio.create_task(b.engine.generate(request()))
-        async with asyncio.timeout(20):
-            await until(lambda: held.waiting == 1)
+        held, first = await held_start(b, monkeypatch)
         await give_up(first)
         for seed in range(1, 5):
             await give_up(asyncio.create_task(b.engine.generate(request(4, seed))))
@@ -87,11 +96,7 @@ def test_while_it_is_given_its_replicas(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_it_is_closed_while_it_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(b: Behind) -> None:
-        b.launcher.kill_router()
-        held = Held(monkeypatch, b.launcher, "start")
-        task = asyncio.create_task(b.engine.generate(request()))
-        async with asyncio.timeout(20):
-            await until(lambda: held.waiting == 1)
+        _, task = await held_start(b, monkeypatch)
         front: Any = b.engine._front
         assert isinstance(front, SGLangRouter)
         await b.engine.aclose()

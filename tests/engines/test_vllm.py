@@ -12,10 +12,11 @@ import pytest
 from engines.vllm_stand_in import StandIn, stand_in
 from tiny import tiny_tokenizer
 
+from paceline.engines.answers import PAUSED
 from paceline.engines.base import Completion, CutSignal, Progress, Request, Sampling
 from paceline.engines.http import JsonClient, LostServerError
 from paceline.engines.served import Served
-from paceline.engines.vllm import PAUSED, PREFIX, VLLMReplica
+from paceline.engines.vllm import PREFIX, VLLMReplica
 from paceline.errors import EngineError
 
 GENERATE = "/inference/v1/generate"

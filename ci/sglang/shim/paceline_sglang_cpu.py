@@ -16,14 +16,15 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+OPERATORS = "torchvision::nms", "torchvision::qnms"
 BOXES = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
 def declare_operators() -> None:
     import torch
 
-    for name in ("nms", "qnms"):
-        torch.library.define(f"torchvision::{name}", BOXES)
+    for operator in OPERATORS:
+        torch.library.define(operator, BOXES)
 
 
 def ignore_pinning() -> None:
