@@ -19,7 +19,7 @@ from fsdp_hosts import hosts
 from fsdp_models import GivenModel
 from safetensors.torch import load_file
 from tiny import tiny_model
-from trainer_rows import VOCAB, PlainPolicyGradient, make_trainer, random_rows
+from trainer_rows import VOCAB, PlainPolicyGradient, make_trainer, numbers, random_rows
 
 from paceline.algorithms.grpo import Grpo
 from paceline.errors import CheckpointError, ResumeMismatchError, TrainerError
@@ -56,7 +56,7 @@ class Subject:
 
     def learn(self, trainer: Any, rows: list[Row]) -> tuple[dict[str, float], StepReport]:
         metrics = self.run(trainer.forward_backward(Batch("policy", rows)))
-        return metrics.values(), self.run(trainer.optim_step())
+        return numbers(metrics), self.run(trainer.optim_step())
 
     def source(self, trainer: Any, transport: Transport = "handles", **plan: Any) -> Any:
         return self.run(trainer.send(WeightPlan("policy", trainer.version, transport, **plan)))
